@@ -1,0 +1,42 @@
+"""Decayed identity shortcuts for Hugging Face models.
+
+>>> import hf_decayed  # registers the models with transformers' Auto classes
+>>> from transformers import AutoModel
+>>> model = AutoModel.from_pretrained("path/or/repository")
+"""
+
+from transformers import (
+    AutoBackbone,
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForPreTraining,
+)
+
+from .models.configuration_decayed_vit_mae import DecayedViTMAEConfig
+from .models.modeling_decayed_vit_mae import (
+    DecayedViTMAEBackbone,
+    DecayedViTMAEForImageClassification,
+    DecayedViTMAEForPreTraining,
+    DecayedViTMAEModel,
+)
+from .models.shortcut_decay import effective_decay, suggest_shortcut_decay
+
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DecayedViTMAEBackbone",
+    "DecayedViTMAEConfig",
+    "DecayedViTMAEForImageClassification",
+    "DecayedViTMAEForPreTraining",
+    "DecayedViTMAEModel",
+    "effective_decay",
+    "suggest_shortcut_decay",
+]
+
+AutoConfig.register(DecayedViTMAEConfig.model_type, DecayedViTMAEConfig, exist_ok=True)
+AutoModel.register(DecayedViTMAEConfig, DecayedViTMAEModel, exist_ok=True)
+AutoModelForPreTraining.register(DecayedViTMAEConfig, DecayedViTMAEForPreTraining, exist_ok=True)
+AutoModelForImageClassification.register(DecayedViTMAEConfig, DecayedViTMAEForImageClassification, exist_ok=True)
+AutoBackbone.register(DecayedViTMAEConfig, DecayedViTMAEBackbone, exist_ok=True)

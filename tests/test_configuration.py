@@ -1,0 +1,154 @@
+"""The config: presets, sizes, `auto`, and wrong values refused with field, rule and value."""
+
+import json
+import math
+import warnings
+
+import pytest
+from conftest import TINY_SIZES
+from transformers import AutoConfig, ViTConfig, ViTMAEConfig
+
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, DecayedViTMAEModel, suggest_shortcut_decay
+
+
+def test_default_is_the_released_architecture():
+    config = DecayedViTMAEConfig()
+    assert (config.hidden_size, config.num_hidden_layers, config.decoder_num_hidden_layers) == (768, 12, 8)
+    assert (config.shortcut_decay, config.layer_norm_eps) == (0.6, 1e-6)
+    assert (config.encoder_decoder_skips, config.decoder_input) == (True, "positions")
+    assert (config.final_norm, config.zero_init_branches) == (False, True)
+    assert config.num_skips == 6
+
+
+def test_plain_has_every_value_of_vit_mae():
+    theirs, ours = ViTMAEConfig().to_dict(), DecayedViTMAEConfig.plain().to_dict()
+    assert {name: ours[name] for name in theirs if name != "model_type"} == {
+        name: value for name, value in theirs.items() if name != "model_type"
+    }
+    assert ours["shortcut_decay"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "size,hidden,layers,heads,patch,decay,skips",
+    [
+        ("small", 384, 12, 6, 16, 0.6, 6),
+        ("base", 768, 12, 12, 16, 0.6, 6),
+        ("large", 1024, 24, 16, 16, 0.7, 8),
+        ("huge", 1280, 32, 16, 14, suggest_shortcut_decay(32), 8),
+    ],
+)
+def test_sizes_by_name(size, hidden, layers, heads, patch, decay, skips):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a named size is never outside the advice
+        config = DecayedViTMAEConfig.from_size(size)
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (hidden, layers, heads)
+    assert config.intermediate_size == 4 * hidden
+    assert (config.patch_size, config.shortcut_decay, config.num_skips) == (patch, decay, skips)
+    assert (config.decoder_hidden_size, config.decoder_num_hidden_layers) == (512, 8)
+    assert DecayedViTMAEConfig.plain(size).shortcut_decay == 1.0
+
+
+def test_auto_is_saved_as_a_number(tmp_path):
+    config = DecayedViTMAEConfig(shortcut_decay="auto", num_hidden_layers=18)
+    assert config.shortcut_decay == suggest_shortcut_decay(18)
+    assert config.effective_decay() == pytest.approx(3e-3, rel=1e-3)
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["shortcut_decay"] == suggest_shortcut_decay(18)
+    assert DecayedViTMAEConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+
+def test_auto_set_later_is_resolved_when_the_model_is_built():
+    config = DecayedViTMAEConfig(**TINY_SIZES)
+    config.shortcut_decay = "auto"
+    assert DecayedViTMAEModel(config).config.shortcut_decay == suggest_shortcut_decay(4)
+
+
+def test_integers_are_numbers():
+    assert DecayedViTMAEConfig(shortcut_decay=1).effective_decay() == 1.0
+
+
+WRONG = [
+    ({"shortcut_decay": 1.2}, r"`shortcut_decay` must lie in \[0, 1\], got 1.2"),
+    ({"shortcut_decay": -0.1}, r"`shortcut_decay` must lie in \[0, 1\], got -0.1"),
+    ({"shortcut_decay": math.nan}, r"`shortcut_decay` must lie in \[0, 1\], got nan"),
+    ({"shortcut_decay": "strong"}, "shortcut_decay.*'strong'"),
+    ({"shortcut_decay": None}, "shortcut_decay.*None"),
+    ({"shortcut_schedule": "quadratic"}, "shortcut_schedule.*linear.*got quadratic"),
+    ({"shortcut_granularity": "block"}, "shortcut_granularity.*got block"),
+    ({"shortcut_scope": "ffn"}, "shortcut_scope.*got ffn"),
+    ({"residual_form": "scale"}, "residual_form.*got scale"),
+    ({"residual_form": "scale_both"}, "`residual_form='scale_both'`.*`shortcut_decay=1.0`.*0.6"),
+    ({"decoder_input": "image"}, "decoder_input.*got image"),
+    ({"pooling": "max"}, "pooling.*got max"),
+    ({"encoder_decoder_skips": "yes"}, "encoder_decoder_skips.*'yes'"),
+    ({"num_hidden_layers": 5}, "`encoder_decoder_skips`.*even `num_hidden_layers`, got 5"),
+    ({"encoder_decoder_skips": False}, "`decoder_input='positions'` needs `encoder_decoder_skips=True`"),
+    ({"image_size": 33}, "`image_size` must be divisible by `patch_size`, got height 33 and patch height 8"),
+    ({"image_size": (32, 20)}, "got width 20 and patch width 8"),
+    ({"image_size": (32, 32, 32)}, "image_size"),
+    ({"patch_size": 0}, "`patch_size` must be positive, got 0"),
+    ({"num_channels": 0}, "`num_channels` must be positive, got 0"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers.*int.*'4'"),
+    ({"num_attention_heads": 5}, "`hidden_size` must be divisible by `num_attention_heads`, got 32 and 5"),
+    ({"decoder_num_attention_heads": 7}, "`decoder_hidden_size` must be divisible by .*, got 24 and 7"),
+    ({"hidden_size": 30, "num_attention_heads": 2}, "`hidden_size` must be divisible by 4 .* got 30"),
+    ({"mask_ratio": 1.0}, r"`mask_ratio` must lie in \[0, 1\), got 1.0"),
+    ({"shortcut_decya": 0.6}, "Unknown field `shortcut_decya` .*did you mean `shortcut_decay`"),
+    ({"shortcut_strength": 0.6}, "Unknown field `shortcut_strength` .*did you mean `shortcut_"),
+    ({"zero_init_branch": True}, "Unknown field `zero_init_branch` .*did you mean `zero_init_branches`"),
+    ({"alpha_min": 0.6}, "Unknown field `alpha_min` .*did you mean `shortcut_decay`"),
+]
+
+
+@pytest.mark.parametrize(
+    "fields,message", WRONG, ids=[next(iter(fields)) + str(i) for i, (fields, _) in enumerate(WRONG)]
+)
+def test_wrong_values_are_refused(fields, message):
+    with pytest.raises(Exception, match=f"(?s){message}"):
+        DecayedViTMAEConfig(**{**TINY_SIZES, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields,message", WRONG, ids=[next(iter(fields)) + str(i) for i, (fields, _) in enumerate(WRONG)]
+)
+def test_wrong_values_set_later_are_refused_when_a_model_is_built(fields, message):
+    config = DecayedViTMAEConfig(**TINY_SIZES)
+    with pytest.raises(Exception, match=f"(?s){message}"):
+        for name, value in fields.items():
+            setattr(config, name, value)
+        DecayedViTMAEForPreTraining(config)
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_of_unwise_decays():
+    with pytest.warns(UserWarning, match="below 0.45"):
+        DecayedViTMAEConfig(shortcut_decay=0.4)
+    with pytest.warns(UserWarning, match=r"effective decay of 2.9e-01, outside \[1e-4, 1e-1\].*0.590"):
+        DecayedViTMAEConfig(shortcut_decay=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for decay in (0.5, 0.6, 0.7, 0.78, 1.0, "auto"):
+            DecayedViTMAEConfig(shortcut_decay=decay)
+        DecayedViTMAEConfig(shortcut_schedule="learned")
+
+
+def test_config_of_vit_mae_becomes_the_plain_preset(tmp_path):
+    ViTMAEConfig(**TINY_SIZES, norm_pix_loss=True).save_pretrained(tmp_path)
+    config = DecayedViTMAEConfig.from_pretrained(tmp_path)
+    assert config.to_dict() == DecayedViTMAEConfig.plain(**TINY_SIZES, norm_pix_loss=True).to_dict()
+    assert DecayedViTMAEConfig.from_pretrained(tmp_path, shortcut_decay=0.6).shortcut_decay == 0.6
+
+
+def test_config_of_another_family_is_refused(tmp_path):
+    ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`model_type` must be 'decayed_vit_mae' or 'vit_mae', got 'vit'"):
+        DecayedViTMAEConfig.from_pretrained(tmp_path)
+
+
+def test_a_config_of_another_class_is_refused_by_the_model():
+    with pytest.raises(ValueError, match="must be a DecayedViTMAEConfig, got ViTMAEConfig"):
+        DecayedViTMAEModel(ViTMAEConfig(**TINY_SIZES))
+
+
+def test_auto_config_knows_the_type():
+    assert isinstance(AutoConfig.for_model("decayed_vit_mae"), DecayedViTMAEConfig)

@@ -1,0 +1,276 @@
+"""What people do with a transformers model: attention kernels, checkpointing, compile, half precision, offloading,
+pipelines, Trainer, adapters, export."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from conftest import PRESETS, TINY_SIZES, random_weights
+from PIL import Image
+from transformers import Trainer, TrainingArguments, UperNetConfig, UperNetForSemanticSegmentation, pipeline
+
+from hf_decayed import (
+    DecayedViTMAEBackbone,
+    DecayedViTMAEConfig,
+    DecayedViTMAEForImageClassification,
+    DecayedViTMAEForPreTraining,
+    DecayedViTMAEModel,
+)
+
+
+def default_model(model_class=DecayedViTMAEForPreTraining, **fields):
+    return random_weights(model_class(DecayedViTMAEConfig(**TINY_SIZES, **fields)))
+
+
+def test_one_switch_reaches_both_towers(pixel_values, noise):
+    model = default_model().eval()
+    kernels = []
+    for module in model.modules():
+        if type(module).__name__ == "ViTMAEAttention":
+            module.register_forward_hook(lambda module, *_: kernels.append(module.config._attn_implementation))
+    with torch.no_grad():
+        sdpa = model(pixel_values, noise=noise).logits
+        assert kernels == ["sdpa"] * 7
+        kernels.clear()
+        model.set_attn_implementation("eager")
+        eager = model(pixel_values, noise=noise).logits
+    assert kernels == ["eager"] * 7
+    torch.testing.assert_close(sdpa, eager, rtol=1e-4, atol=1e-5)
+    config = DecayedViTMAEConfig(**TINY_SIZES, attn_implementation="eager")
+    assert (
+        DecayedViTMAEForPreTraining(config).decoder.decoder_layers[0].attention.config._attn_implementation == "eager"
+    )
+
+
+@pytest.mark.parametrize("name", ["default", "plain", "learned"])
+def test_gradient_checkpointing_gives_the_same_gradients(name, pixel_values, noise):
+    model = random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES))).train()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            assert all(layer.gradient_checkpointing for layer in [*model.vit.layers, *model.decoder.decoder_layers])
+        model.zero_grad()
+        model(pixel_values, noise=noise).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for without, with_checkpoints in zip(*gradients):
+        torch.testing.assert_close(without, with_checkpoints)
+
+
+def test_hidden_states_and_attentions(pixel_values):
+    model = default_model(attn_implementation="eager").eval()
+    outputs = model(pixel_values, output_hidden_states=True, output_attentions=True)
+    assert [tuple(state.shape) for state in outputs.hidden_states] == [(3, 5, 32)] * 5
+    assert [tuple(attention.shape) for attention in outputs.attentions] == [(3, 4, 5, 5)] * 4
+    plain = model(pixel_values)
+    assert plain.hidden_states is None and plain.attentions is None
+    encoder = model.vit(pixel_values, output_hidden_states=True, output_attentions=True)
+    assert encoder.attentions[0].shape == (3, 4, 17, 17) and len(encoder.hidden_states) == 5
+    assert isinstance(model(pixel_values, return_dict=False), tuple)
+    assert torch.equal(model.vit(pixel_values, return_dict=False)[0], model.vit(pixel_values).last_hidden_state)
+
+
+def run_in_child(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        cwd=os.path.dirname(__file__),
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_weights_and_autocast(dtype):
+    """In a child, because some CPUs advertise bf16 units that they do not have; the variable keeps oneDNN off them."""
+    output = run_in_child(
+        f"""
+        import torch
+        from conftest import TINY_SIZES, random_weights
+        from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+        torch.manual_seed(0)
+        pixel_values, noise = torch.randn(3, 3, 32, 32), torch.rand(3, 16)
+        for config in (DecayedViTMAEConfig(**TINY_SIZES), DecayedViTMAEConfig(**TINY_SIZES, shortcut_schedule="learned")):
+            model = DecayedViTMAEForPreTraining(config)
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.05)
+            expected = model(pixel_values, noise=noise).loss
+            with torch.autocast("cpu", torch.{dtype}):
+                autocast = model(pixel_values, noise=noise).loss
+            half = model.to(torch.{dtype})
+            outputs = half(pixel_values, noise=noise)  # float32 images, as the processor makes them
+            assert outputs.logits.dtype == torch.{dtype} and outputs.loss.dtype == torch.float32
+            outputs.loss.backward()
+            for loss in (autocast, outputs.loss):
+                assert abs(loss.item() - expected.item()) < 0.02 * expected.item(), (loss, expected)
+        print("ran")
+        """,
+        ONEDNN_MAX_CPU_ISA="AVX512_CORE_FP16",
+    )
+    assert "ran" in output
+
+
+def test_offloading_to_disk(tmp_path, pixel_values, noise):
+    model = default_model().eval()
+    model.save_pretrained(tmp_path / "model")
+    for device_map in (
+        {"": "disk"},
+        {"vit.embeddings": "disk", "vit.layers": "cpu", "vit.layernorm": "cpu", "decoder": "disk"},
+    ):
+        offloaded = DecayedViTMAEForPreTraining.from_pretrained(
+            tmp_path / "model", device_map={**device_map}, offload_folder=tmp_path / "offload"
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(
+                offloaded(pixel_values, noise=noise).logits,
+                model(pixel_values, noise=noise).logits,
+                rtol=1e-4,
+                atol=1e-5,
+            )
+
+
+def test_feature_extraction_pipeline(tmp_path):
+    model = default_model(DecayedViTMAEModel).eval()
+    model.save_pretrained(tmp_path)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 60, 3), dtype=np.uint8))
+    extractor = pipeline("image-feature-extraction", model=str(tmp_path))
+    assert np.array(extractor(image)).shape == (1, 17, 32)
+    assert np.array(extractor(image, pool=True)).shape == (1, 32)
+    # Deterministic, unlike ViTMAE's: nothing is masked.
+    assert extractor(image) == extractor(image)
+
+
+def test_trainer_pretrains_and_evaluates(tmp_path):
+    torch.manual_seed(0)
+    images = [{"pixel_values": image} for image in torch.randn(16, 3, 32, 32)]
+    model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))
+    arguments = TrainingArguments(
+        tmp_path, max_steps=3, per_device_train_batch_size=8, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(model, arguments, train_dataset=images, eval_dataset=images)
+    assert trainer.train().training_loss > 0
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "preprocessor_config.json").exists()
+
+
+def test_trainer_classifies(tmp_path):
+    examples = [{"pixel_values": image, "labels": index % 3} for index, image in enumerate(torch.randn(12, 3, 32, 32))]
+    model = DecayedViTMAEForImageClassification(DecayedViTMAEConfig(**TINY_SIZES, num_labels=3))
+    arguments = TrainingArguments(tmp_path, max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(model, arguments, train_dataset=examples, eval_dataset=examples)
+    trainer.train()
+    assert trainer.predict(examples).predictions.shape == (12, 3)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["projection", "fc1"]])
+def test_lora(tmp_path, targets, pixel_values, noise):
+    peft = pytest.importorskip("peft")
+    model = default_model(DecayedViTMAEForPreTraining)
+    before = model(pixel_values, noise=noise).loss.item()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+    assert adapted(pixel_values, noise=noise).loss.item() == pytest.approx(before, rel=1e-5)
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        adapted(pixel_values, noise=noise).loss.backward()
+        optimizer.step()
+    after = adapted(pixel_values, noise=noise).loss.item()
+    # The patch embedding's adapter counts too: masked images go through the adapted module, not round it.
+    assert all(p.grad.any() for name, p in adapted.named_parameters() if "lora_B" in name)
+    assert after != pytest.approx(before, rel=1e-5)
+    adapted.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    merged = adapted.merge_and_unload()
+    assert merged(pixel_values, noise=noise).loss.item() == pytest.approx(after, rel=1e-4)
+
+
+def test_backbone_under_a_segmentation_head(tmp_path, pixel_values):
+    """The maps feed a stock transformers head, which builds the backbone through AutoBackbone."""
+    default_model().save_pretrained(tmp_path)
+    backbone = DecayedViTMAEBackbone.from_pretrained(tmp_path, out_indices=[1, 2, 3, 4])
+    config = UperNetConfig(backbone_config=backbone.config, num_labels=5, hidden_size=16, auxiliary_in_channels=32)
+    segmenter = UperNetForSemanticSegmentation(config).eval()
+    assert isinstance(segmenter.backbone, DecayedViTMAEBackbone)
+    segmenter.backbone.load_state_dict(backbone.state_dict())
+    for ours, theirs in zip(backbone(pixel_values).feature_maps, segmenter.backbone(pixel_values).feature_maps):
+        assert torch.equal(ours, theirs)
+    assert segmenter(pixel_values).logits.shape == (3, 5, 32, 32)
+
+
+def test_export_of_the_encoder(pixel_values):
+    model = default_model(DecayedViTMAEModel).eval()
+    batch = torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(model, (pixel_values,), dynamic_shapes=({0: batch},))
+    for images in (pixel_values, torch.randn(5, 3, 32, 32)):
+        torch.testing.assert_close(exported.module()(images).pooler_output, model(images).pooler_output)
+
+
+@pytest.mark.parametrize("name", ["default", "plain", "learned", "scale_both"])
+def test_no_graph_breaks(name, pixel_values, noise):
+    """`fullgraph=True` with a backend that only traces; the slow test below compiles for real."""
+    model = random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES)))
+    check_compiled(model, "eager", pixel_values, noise)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["default", "plain", "learned"])
+def test_compiled_by_inductor(name, pixel_values, noise):
+    model = random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES)))
+    check_compiled(model, "inductor", pixel_values, noise)
+
+
+def check_compiled(model, backend, pixel_values, noise):
+    torch.compiler.reset()
+    encoder = torch.compile(model.vit, fullgraph=True, backend=backend)
+    torch.testing.assert_close(
+        encoder(pixel_values).last_hidden_state, model.vit(pixel_values).last_hidden_state, rtol=1e-3, atol=1e-4
+    )
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert torch.isfinite(compiled(pixel_values).loss)  # draws its own mask
+    losses, gradients = [], []
+    for forward in (model, compiled):
+        model.zero_grad()
+        losses.append(forward(pixel_values, noise=noise).loss)
+        losses[-1].backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+    for eager_gradient, gradient in zip(*gradients):
+        torch.testing.assert_close(gradient, eager_gradient, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "model_class", [DecayedViTMAEModel, DecayedViTMAEForPreTraining, DecayedViTMAEForImageClassification]
+)
+def test_save_load_train_two_steps(model_class, preset, tmp_path, pixel_values):
+    model = random_weights(model_class(preset)).eval()
+    model.save_pretrained(tmp_path)
+    loaded, info = model_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert loaded.config.to_json_string() == model.config.to_json_string()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in loaded.state_dict().items())
+    # Frozen tables stay frozen after loading: they are not parameters at all.
+    assert not any("pos" in name for name, _ in loaded.named_parameters())
+    assert loaded.config.shortcut_alphas() == model.config.shortcut_alphas()
+
+    loaded.train()
+    optimizer = torch.optim.AdamW(loaded.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.manual_seed(0)
+        arguments = {"labels": torch.tensor([0, 1, 0])} if model_class is DecayedViTMAEForImageClassification else {}
+        outputs = loaded(pixel_values, **arguments)
+        loss = outputs.pooler_output.square().mean() if model_class is DecayedViTMAEModel else outputs.loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
