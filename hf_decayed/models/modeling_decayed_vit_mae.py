@@ -160,7 +160,7 @@ class DecayedViTMAEEmbeddings(nn.Module):
         """Embeds the patches `ids_keep` and no others."""
         projection = self.patch_embeddings.projection
         # Adapters, quantisation, sharding and offloading replace the module or hook its call; then only the call is right.
-        wrapped = "forward" in vars(projection) or projection._forward_hooks or projection._forward_pre_hooks
+        wrapped = "forward" in projection.__dict__ or projection._forward_hooks or projection._forward_pre_hooks
         if type(projection) is not nn.Conv2d or wrapped:
             return select_rows(self.patch_embeddings(pixel_values), ids_keep)
         patch_height, patch_width = self.patch_embeddings.patch_size
