@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, ViTMAEForPreTraining, ViTMAEModel, ViTMAEPreTrainedModel
@@ -381,9 +382,14 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
             if source.get("model_type") == "vit_mae":
                 kwargs.setdefault("key_mapping", VIT_MAE_KEY_MAPPING)
         kwargs.setdefault("use_safetensors", True)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of '{pretrained_model_name_or_path}' are damaged or incomplete ({error}): fetch them again."
+            ) from error
         model._check_loaded_keys(pretrained_model_name_or_path, **info)
         return (model, info) if output_loading_info else model
 

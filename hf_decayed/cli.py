@@ -1,0 +1,80 @@
+"""`hf-decayed`: thin commands over the functions of the package."""
+
+import argparse
+import json
+import sys
+
+from huggingface_hub.errors import StrictDataclassError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns 0, or 2 after one line on standard error."""
+    parser = argparse.ArgumentParser(
+        prog="hf-decayed", description="Decayed identity shortcuts for Hugging Face models."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    add_convert(commands)
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        print(options.run(options))
+    except (ValueError, OSError, StrictDataclassError) as error:
+        # A config's own sentence is the cause; what wraps it names our validator, which is nobody's business.
+        error = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        print(f"hf-decayed {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def add_convert(commands):
+    kinds = {
+        "released-mae": "the authors' decayed MAE, one file",
+        "fb-mae": "facebookresearch/mae, pretraining or fine-tuning, one file",
+        "vit-mae": "transformers' ViTMAE, a folder",
+        "decayed-mae": "a folder of ours at the plain preset, back to ViTMAE",
+    }
+    parser = commands.add_parser(
+        "convert",
+        help="turn another checkpoint into ours, exactly",
+        description="Turns another checkpoint into a folder that AutoModel loads. Kinds:\n"
+        + "\n".join(f"  {kind:13} {text}" for kind, text in kinds.items()),
+        epilog="example:\n  hf-decayed convert --from released-mae --checkpoint checkpoint-799.pth --output decayed-mae-base "
+        "--set shortcut_decay=0.6 --set norm_pix_loss=true",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--from", dest="kind", required=True, choices=kinds, help="kind of checkpoint", metavar="KIND")
+    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="file or folder to read")
+    parser.add_argument("--output", required=True, metavar="DIR", help="new folder to write")
+    parser.add_argument(
+        "--set",
+        dest="fields",
+        action="append",
+        default=[],
+        type=field_and_value,
+        metavar="FIELD=VALUE",
+        help="config field that shapes cannot tell: heads, image_size, shortcut_decay, norm_pix_loss, ...",
+    )
+    parser.set_defaults(run=run_convert)
+
+
+def run_convert(options) -> str:
+    from .conversion import convert
+
+    return convert(options.kind, options.checkpoint, options.output, dict(options.fields))
+
+
+def field_and_value(text: str) -> tuple[str, object]:
+    """`shortcut_decay=0.6` -> `("shortcut_decay", 0.6)`; values are JSON, or words as they stand."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise argparse.ArgumentTypeError(f"expected FIELD=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,379 @@
+"""Converters: MAE code bases' checkpoints against a reference written from the spec, ViTMAE both ways, bad files."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from conftest import TINY_SIZES, random_weights
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
+
+from hf_decayed import (
+    DecayedViTMAEConfig,
+    DecayedViTMAEForImageClassification,
+    DecayedViTMAEForPreTraining,
+    DecayedViTMAEModel,
+)
+from hf_decayed.cli import main
+from hf_decayed.conversion import ConversionError, convert, to_vit_mae
+from hf_decayed.models.modeling_decayed_vit_mae import sincos_positions
+
+
+WIDTH, DECODER_WIDTH, PATCH, GRID, HEADS, DECODER_HEADS = 32, 24, 8, 4, 4, 4
+HEAD_FIELDS = {"num_attention_heads": HEADS, "decoder_num_attention_heads": DECODER_HEADS}
+
+
+def timm_weights(depth, decoder_depth=3, released=False, decoder=True, classes=None, average_pooling=False):
+    """A state dict with the names and shapes of facebookresearch/mae, or of the authors' decayed MAE."""
+    weights = {
+        "cls_token": (1, 1, WIDTH),
+        "pos_embed": sincos_positions((GRID, GRID), WIDTH),
+        "patch_embed.proj.weight": (WIDTH, 3, PATCH, PATCH),
+        "patch_embed.proj.bias": (WIDTH,),
+    }
+
+    def linear(name, fan_in, fan_out):
+        weights.update({f"{name}.weight": (fan_out, fan_in), f"{name}.bias": (fan_out,)})
+
+    def norm(name, width):
+        weights.update({f"{name}.weight": (width,), f"{name}.bias": (width,)})
+
+    def block(name, width):
+        norm(f"{name}.norm1", width)
+        linear(f"{name}.attn.qkv", width, 3 * width)
+        linear(f"{name}.attn.proj", width, width)
+        norm(f"{name}.norm2", width)
+        linear(f"{name}.mlp.fc1", width, 2 * width)
+        linear(f"{name}.mlp.fc2", 2 * width, width)
+
+    for layer in range(depth):
+        block(f"blocks.{layer}", WIDTH)
+    if not released:
+        norm("fc_norm" if average_pooling else "norm", WIDTH)
+    if decoder:
+        weights["decoder_pos_embed"] = sincos_positions((GRID, GRID), DECODER_WIDTH)
+        linear("decoder_embed", DECODER_WIDTH if released else WIDTH, DECODER_WIDTH)
+        weights["decoder_cls_token" if released else "mask_token"] = (1, 1, DECODER_WIDTH)
+        for skip in range(depth // 2 if released else 0):
+            linear(f"skip.{skip}.fc.0", WIDTH + DECODER_WIDTH, DECODER_WIDTH)
+            linear(f"skip.{skip}.fc.2", DECODER_WIDTH, DECODER_WIDTH)
+            weights[f"skip.{skip}.mask_token"] = (1, 1, WIDTH)
+        for layer in range(decoder_depth):
+            block(f"decoder_blocks.{layer}", DECODER_WIDTH)
+        norm("decoder_norm", DECODER_WIDTH)
+        linear("decoder_pred", DECODER_WIDTH, PATCH * PATCH * 3)
+    if classes:
+        linear("head", WIDTH, classes)
+    return {
+        name: shape if isinstance(shape, torch.Tensor) else 0.3 * torch.randn(shape) for name, shape in weights.items()
+    }
+
+
+class Reference:
+    """Forward passes on such a state dict, token by token as the spec tells it, in double precision."""
+
+    def __init__(self, weights, alphas):
+        self.weights = {name: tensor.double() for name, tensor in weights.items()}
+        self.alphas = alphas  # two per encoder layer
+
+    def linear(self, name, x):
+        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+
+    def norm(self, name, x):
+        return F.layer_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], 1e-6)
+
+    def attention(self, name, x, heads):
+        batch, length, width = x.shape
+        qkv = self.linear(f"{name}.qkv", x).view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+        scores = (qkv[0] @ qkv[1].transpose(-1, -2)) * (width // heads) ** -0.5
+        return self.linear(f"{name}.proj", (scores.softmax(-1) @ qkv[2]).transpose(1, 2).reshape(x.shape))
+
+    def block(self, name, x, heads, alphas=(1.0, 1.0)):
+        x = alphas[0] * x + self.attention(f"{name}.attn", self.norm(f"{name}.norm1", x), heads)
+        hidden = F.gelu(self.linear(f"{name}.mlp.fc1", self.norm(f"{name}.norm2", x)))
+        return alphas[1] * x + self.linear(f"{name}.mlp.fc2", hidden)
+
+    def encode(self, images, ids_keep):
+        conv = F.conv2d(
+            images.double(), self.weights["patch_embed.proj.weight"], self.weights["patch_embed.proj.bias"], PATCH
+        )
+        patches = conv.flatten(2).transpose(1, 2) + self.weights["pos_embed"][:, 1:]
+        patches = torch.stack([image[ids] for image, ids in zip(patches, ids_keep)])
+        cls_token = self.weights["cls_token"] + self.weights["pos_embed"][:, :1]
+        x = torch.cat([cls_token.expand(len(images), -1, -1), patches], 1)
+        stored = []
+        for layer in range(len(self.alphas) // 2):
+            x = self.block(f"blocks.{layer}", x, HEADS, self.alphas[2 * layer : 2 * layer + 2])
+            if layer % 2 == 1:
+                stored.append(x)
+        return x, stored
+
+    def full_grid(self, tokens, mask_token, ids_keep):
+        """Class token first, then every patch in its place, `mask_token` where it was removed."""
+        full = mask_token.expand(len(tokens), 1 + GRID * GRID, -1).clone()
+        full[:, 0] = tokens[:, 0]
+        for image, ids in enumerate(ids_keep):
+            full[image, 1 + ids] = tokens[image, 1:]
+        return full
+
+    def pretrain(self, images, noise):
+        ids_keep = noise.argsort(1)[:, : GRID * GRID // 4]
+        x, stored = self.encode(images, ids_keep)
+        weights = self.weights
+        if "decoder_cls_token" in weights:
+            y = torch.cat([weights["decoder_cls_token"], weights["decoder_pos_embed"][:, 1:]], 1)
+            y = self.linear("decoder_embed", y).expand(len(images), -1, -1)
+        else:
+            y = self.linear("decoder_embed", self.norm("norm", x))
+            y = self.full_grid(y, weights["mask_token"], ids_keep) + weights["decoder_pos_embed"]
+        layer = 0
+        while f"decoder_blocks.{layer}.norm1.weight" in weights:
+            if "decoder_cls_token" in weights and stored:
+                skip = self.full_grid(stored.pop(), weights[f"skip.{layer}.mask_token"], ids_keep)
+                inner = self.linear(f"skip.{layer}.fc.0", torch.cat([skip, y], -1))
+                y = y + self.linear(f"skip.{layer}.fc.2", F.silu(inner))
+            y = self.block(f"decoder_blocks.{layer}", y, DECODER_HEADS)
+            layer += 1
+        return self.linear("decoder_pred", self.norm("decoder_norm", y))[:, 1:]
+
+
+def assert_equal_to_reference(actual, expected):
+    assert (actual.double() - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("depth,dropped", [(4, []), (8, ["skip.3"]), (12, ["skip.3", "skip.4", "skip.5"])])
+def test_released_mae(depth, dropped, tmp_path, pixel_values, noise, capsys):
+    weights = timm_weights(depth, released=True)
+    torch.save({"model": weights, "epoch": 5}, tmp_path / "checkpoint.pth")
+    command = ["convert", "--from", "released-mae", "--checkpoint", str(tmp_path / "checkpoint.pth")]
+    command += ["--output", str(tmp_path / "out"), "--set", "shortcut_decay=0.7"]
+    assert main(command + [f"--set={name}={value}" for name, value in HEAD_FIELDS.items()]) == 0
+    printed = capsys.readouterr().out
+    assert "cc-by-nc-4.0" in printed
+    assert [f"skip.{index}" for index in range(depth // 2) if f"skip.{index}.fc.0.weight" in printed] == dropped
+
+    model = DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "out").eval()
+    assert (model.config.num_hidden_layers, model.config.num_skips) == (depth, min(depth // 2, 3))
+    alphas = [1 - 0.3 * branch / (2 * depth - 1) for branch in range(2 * depth)]
+    reference = Reference(weights, alphas)
+    with torch.no_grad():
+        assert_equal_to_reference(model(pixel_values, noise=noise).logits, reference.pretrain(pixel_values, noise))
+        in_order = torch.arange(GRID * GRID).expand(3, -1)
+        assert_equal_to_reference(model.vit(pixel_values)[0], reference.encode(pixel_values, in_order)[0])
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.license == "cc-by-nc-4.0"
+    assert "xiao7199/decayed_Identity_shortcuts" in card.text and "checkpoint.pth" in card.text
+    assert str(tmp_path) not in card.content
+    assert all(f"`{name}.fc.0.weight`" in card.text for name in dropped)
+
+
+def test_training_arguments_in_the_file_are_used(tmp_path):
+    arguments = argparse.Namespace(min_decay=0.65, norm_pix_loss=True, mask_ratio=0.6)
+    torch.save({"model": timm_weights(4, released=True), "args": arguments}, tmp_path / "c.pth")
+    convert("released-mae", tmp_path / "c.pth", tmp_path / "out", HEAD_FIELDS)
+    config = DecayedViTMAEConfig.from_pretrained(tmp_path / "out")
+    assert (config.shortcut_decay, config.norm_pix_loss, config.mask_ratio) == (0.65, True, 0.6)
+
+
+@pytest.mark.parametrize("wrapped", ["plain", "model", "module", "safetensors"])
+def test_fb_mae_pretraining(wrapped, tmp_path, pixel_values, noise):
+    weights = timm_weights(4)
+    file = tmp_path / ("c.safetensors" if wrapped == "safetensors" else "c.pth")
+    if wrapped == "safetensors":
+        save_file(weights, file)
+    elif wrapped == "module":
+        torch.save({f"module.{name}": tensor for name, tensor in weights.items()}, file)
+    else:
+        torch.save({"model": weights} if wrapped == "model" else weights, file)
+    convert("fb-mae", file, tmp_path / "out", HEAD_FIELDS)
+    model = DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        expected = Reference(weights, [1.0] * 8).pretrain(pixel_values, noise)
+        assert_equal_to_reference(model(pixel_values, noise=noise).logits, expected)
+
+
+def test_fb_mae_encoder_alone(tmp_path, pixel_values):
+    weights = timm_weights(4, decoder=False)
+    torch.save(weights, tmp_path / "c.pth")
+    convert("fb-mae", tmp_path / "c.pth", tmp_path / "out", {"num_attention_heads": HEADS})
+    model = DecayedViTMAEModel.from_pretrained(tmp_path / "out").eval()
+    reference = Reference(weights, [1.0] * 8)
+    expected = reference.norm("norm", reference.encode(pixel_values, torch.arange(16).expand(3, -1))[0])
+    with torch.no_grad():
+        assert_equal_to_reference(model(pixel_values)[0], expected)
+
+
+@pytest.mark.parametrize("average_pooling", [False, True])
+def test_fb_mae_fine_tuned(average_pooling, tmp_path, pixel_values):
+    weights = timm_weights(4, decoder=False, classes=7, average_pooling=average_pooling)
+    weights["pos_embed"] = torch.randn(1, 17, WIDTH)  # fine-tuning trains the table, the class token's row too
+    torch.save({"model": weights}, tmp_path / "c.pth")
+    convert("fb-mae", tmp_path / "c.pth", tmp_path / "out", {"num_attention_heads": HEADS})
+    model = DecayedViTMAEForImageClassification.from_pretrained(tmp_path / "out").eval()
+    reference = Reference(weights, [1.0] * 8)
+    tokens = reference.encode(pixel_values, torch.arange(16).expand(3, -1))[0]
+    pooled = (
+        reference.norm("fc_norm", tokens[:, 1:].mean(1)) if average_pooling else reference.norm("norm", tokens)[:, 0]
+    )
+    with torch.no_grad():
+        assert_equal_to_reference(model(pixel_values).logits, reference.linear("head", pooled))
+
+
+def old_names(state):
+    """The names of transformers before 5: `encoder.layer`, `attention.attention.query`, ..."""
+    renamed = {}
+    for name, tensor in state.items():
+        name = name.replace("vit.layers.", "vit.encoder.layer.")
+        for new, old in (
+            ("attention.q_proj", "attention.attention.query"),
+            ("attention.k_proj", "attention.attention.key"),
+            ("attention.v_proj", "attention.attention.value"),
+            ("attention.o_proj", "attention.output.dense"),
+            ("mlp.fc1", "intermediate.dense"),
+            ("mlp.fc2", "output.dense"),
+        ):
+            name = name.replace(new, old)
+        renamed[name] = tensor
+    return renamed
+
+
+@pytest.mark.parametrize("names", ["stock", "old", "new", "old_pickle"])
+def test_vit_mae_folders(names, tmp_path, pixel_values, noise):
+    theirs = random_weights(ViTMAEForPreTraining(ViTMAEConfig(**TINY_SIZES))).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    state = {name: tensor.contiguous() for name, tensor in theirs.state_dict().items()}
+    if names == "new":
+        save_file(state, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+    elif names == "old":
+        save_file(old_names(state), tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+        assert "vit.encoder.layer.0.attention.attention.query.weight" in load_file(
+            tmp_path / "theirs" / "model.safetensors"
+        )
+    elif names == "old_pickle":
+        (tmp_path / "theirs" / "model.safetensors").unlink()
+        torch.save(old_names(state), tmp_path / "theirs" / "pytorch_model.bin")
+    convert("vit-mae", tmp_path / "theirs", tmp_path / "ours")
+    folders = ["ours"] if names == "old_pickle" else ["ours", "theirs"]  # from_pretrained converts too, but no pickles
+    for folder in folders:
+        ours = DecayedViTMAEForPreTraining.from_pretrained(tmp_path / folder).eval()
+        assert all(torch.equal(state[name], tensor) for name, tensor in ours.state_dict().items())
+        torch.testing.assert_close(ours(pixel_values, noise=noise).loss, theirs(pixel_values, noise=noise).loss)
+
+
+def test_fields_set_on_a_vit_mae(tmp_path):
+    ViTMAEModel(ViTMAEConfig(**TINY_SIZES)).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Theirs\n")
+    convert("vit-mae", tmp_path / "theirs", tmp_path / "ours", {"shortcut_decay": 0.8, "pooling": "mean"})
+    config = DecayedViTMAEModel.from_pretrained(tmp_path / "ours").config
+    assert (config.shortcut_decay, config.pooling) == (0.8, "mean")
+    assert ModelCard.load(tmp_path / "ours" / "README.md").data.license == "apache-2.0"
+
+
+@pytest.mark.parametrize(
+    "classes", [(DecayedViTMAEModel, ViTMAEModel), (DecayedViTMAEForPreTraining, ViTMAEForPreTraining)]
+)
+def test_back_to_vit_mae(classes, tmp_path, pixel_values, noise):
+    ours = random_weights(classes[0](DecayedViTMAEConfig.plain(**TINY_SIZES, norm_pix_loss=True))).eval()
+    ours.save_pretrained(tmp_path / "ours")
+    convert("decayed-mae", tmp_path / "ours", tmp_path / "theirs")
+    theirs, info = classes[1].from_pretrained(tmp_path / "theirs", output_loading_info=True)
+    assert not any(info.values())
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["model_type"] == "vit_mae"
+    torch.testing.assert_close(ours(pixel_values, noise=noise)[0], theirs(pixel_values, noise=noise)[0])
+
+
+@pytest.mark.parametrize(
+    "fields,reason",
+    [
+        ({"shortcut_decay": 0.6}, "shortcut_decay=0.6"),
+        ({"encoder_decoder_skips": True}, "encoder_decoder_skips=True"),
+        ({"final_norm": False}, "final_norm=False"),
+        ({"residual_form": "scale_both"}, "residual_form='scale_both'"),
+        ({"shortcut_schedule": "learned"}, "shortcut_schedule='learned'"),
+        ({"image_size": (32, 16)}, r"image_size=\(32, 16\)"),
+    ],
+)
+def test_back_to_vit_mae_is_refused_for_another_network(fields, reason):
+    with pytest.raises(ConversionError, match=f"Only the plain preset .* this model has {reason}"):
+        to_vit_mae(DecayedViTMAEForPreTraining(DecayedViTMAEConfig.plain(**{**TINY_SIZES, **fields})))
+
+
+# Bad input: one line, exit code 2, nothing written.
+
+
+def run(tmp_path, capsys, *arguments):
+    before = sorted(tmp_path.rglob("*"))
+    code = main(["convert", *map(str, arguments)])
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and error.startswith("hf-decayed convert: ")
+    assert sorted(tmp_path.rglob("*")) == before
+    return error
+
+
+def test_bad_input(tmp_path, capsys):
+    weights = timm_weights(4, released=True)
+    good = tmp_path / "good.pth"
+    torch.save({"model": weights}, good)
+    heads = [f"--set={name}={value}" for name, value in HEAD_FIELDS.items()]
+    decay = "--set=shortcut_decay=0.6"
+
+    def fail(checkpoint, *options, kind="released-mae", output=tmp_path / "out"):
+        return run(tmp_path, capsys, "--from", kind, "--checkpoint", checkpoint, "--output", output, *options)
+
+    assert "No checkpoint at" in fail(tmp_path / "absent.pth")
+    assert "does not tell num_attention_heads, decoder_num_attention_heads, shortcut_decay" in fail(good)
+    assert "--set shortcut_decay=..." in fail(good, *heads)
+    assert "did you mean 'shortcut_decay'" in fail(good, "--set=shortcut_deacy=0.6")
+    assert "must lie in [0, 1], got 1.5" in fail(good, *heads, "--set=shortcut_decay=1.5")
+    assert "'skip.0.mask_token' marks kind 'released-mae'" in fail(good, kind="fb-mae")
+    assert "has no config.json" in fail(good, kind="vit-mae")
+    assert "exists already" in fail(good, *heads, decay, output=tmp_path)
+
+    renamed = dict(weights)
+    renamed["blocks.1.attn.stray"] = renamed.pop("blocks.1.attn.proj.weight")
+    torch.save(renamed, tmp_path / "renamed.pth")
+    error = fail(tmp_path / "renamed.pth", *heads, decay)
+    assert "Missing: ['vit.layers.1.attention.o_proj.weight']" in error
+    assert "Unknown: ['vit.layers.1.attention.stray']" in error
+
+    wrong = {**weights, "decoder_norm.weight": torch.ones(25)}
+    torch.save(wrong, tmp_path / "wrong.pth")
+    assert "decoder.decoder_norm.weight (25,) instead of (24,)" in fail(tmp_path / "wrong.pth", *heads, decay)
+
+    class Trap:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "sprung"), "w"))
+
+    torch.save({"model": weights, "extra": Trap()}, tmp_path / "trap.pth")
+    assert "Python objects, which are not loaded" in fail(tmp_path / "trap.pth", *heads, decay)
+    assert not (tmp_path / "sprung").exists()
+    (tmp_path / "cut.pth").write_bytes(good.read_bytes()[:1000])
+    assert "damaged" in fail(tmp_path / "cut.pth", *heads, decay)
+    (tmp_path / "cut.safetensors").write_bytes(b"1234")
+    assert "damaged" in fail(tmp_path / "cut.safetensors", *heads, decay)
+    torch.save({"model": {"a": 1}}, tmp_path / "numbers.pth")
+    assert "holds no state dict" in fail(tmp_path / "numbers.pth", *heads, decay)
+    torch.save([1, 2], tmp_path / "list.pth")
+    assert "holds no state dict" in fail(tmp_path / "list.pth", *heads, decay)
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
+    torch.save(timm_weights(4), tmp_path / "c.pth")
+    monkeypatch.setattr(ModelCard, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert("fb-mae", tmp_path / "c.pth", tmp_path / "out", HEAD_FIELDS)
+    assert [path.name for path in tmp_path.iterdir()] == ["c.pth"]
+
+
+def test_help(capsys):
+    assert main([]) == 0
+    assert "convert" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["convert", "--help"])
+    assert stopped.value.code == 0 and "example:" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["convert", "--from", "keras", "--checkpoint", "x", "--output", "y"])
+    assert stopped.value.code == 2 and "invalid choice" in capsys.readouterr().err
