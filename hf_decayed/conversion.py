@@ -132,7 +132,8 @@ def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
     weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
     if not weights or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
         raise ConversionError(f"'{path.name}' holds no state dict, neither as a whole nor under 'model'.")
-    return weights, vars(contents.get("args", argparse.Namespace()))
+    arguments = contents.get("args", {})
+    return weights, vars(arguments) if isinstance(arguments, argparse.Namespace) else dict(arguments)
 
 
 def from_timm_names(

@@ -1,0 +1,94 @@
+"""What the README shows runs; its figures come from files; the code keeps its style."""
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_decayed.cli import main
+
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_python_blocks_run_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)
+        if "pooler_output" in block:
+            assert names["outputs"].last_hidden_state.shape == (1, 65, 384)
+            assert names["outputs"].pooler_output.shape == (1, 384)
+    assert round(names["effective_decay"](12, 0.6), 4) == 0.0036
+    assert round(names["suggest_shortcut_decay"](24), 3) == 0.777
+    assert names["baseline"].config.shortcut_decay == 1.0
+
+
+def test_demo(tmp_path, capsys):
+    assert main(["demo", "--output", str(tmp_path / "demo")]) == 0
+    assert "features equal" in capsys.readouterr().out
+    assert (tmp_path / "demo" / "model.safetensors").exists()
+
+
+def test_commands_are_understood(tmp_path, monkeypatch, capsys):
+    """Every `hf-decayed` line parses; without the files it names it ends in one sentence."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-decayed")]
+    assert len(lines) == 4
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 2
+        assert "No checkpoint at" in capsys.readouterr().err
+
+
+def test_benchmark_table_is_the_one_in_the_results():
+    specification = importlib.util.spec_from_file_location("benchmark", ROOT / "training" / "benchmark.py")
+    benchmark = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(benchmark)
+    shown = re.search(r"<!-- benchmark models -->\n(.*?)\n<!-- end -->", README, re.DOTALL)[1]
+    assert shown == benchmark.render(json.loads((ROOT / "model_cards/results/benchmark_models.json").read_text()))
+
+
+def test_benchmark_runs(tmp_path):
+    command = [
+        sys.executable,
+        "training/benchmark.py",
+        "models",
+        "--sizes",
+        "tiny",
+        "--rounds",
+        "1",
+        "--batch_size",
+        "4",
+    ]
+    result = subprocess.run([*command, "--output", tmp_path / "b.json"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "transformers ViTMAE" in result.stdout
+    assert len(json.loads((tmp_path / "b.json").read_text())["tables"]) == 3
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
+def test_style(command):
+    ruff = pytest.importorskip("ruff")
+    result = subprocess.run(
+        [sys.executable, "-m", ruff.__name__, *command, "."], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout
+
+
+def test_published_files_import_only_what_travels():
+    for file in (ROOT / "hf_decayed" / "models").glob("*.py"):
+        for line in file.read_text().splitlines():
+            assert not re.match(r"\s*(from \. import|from \.\.|import hf_decayed|from hf_decayed)", line), (
+                file.name,
+                line,
+            )
