@@ -1,6 +1,7 @@
 """`hf-decayed`: thin commands over the functions of the package."""
 
 import argparse
+import ast
 import json
 import sys
 
@@ -116,14 +117,16 @@ def run_convert(options) -> str:
 
 
 def field_and_value(text: str) -> tuple[str, object]:
-    """`shortcut_decay=0.6` -> `("shortcut_decay", 0.6)`; values are JSON, or words as they stand."""
+    """`shortcut_decay=0.6` -> `("shortcut_decay", 0.6)`; values are JSON or Python's, or words as they stand."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise argparse.ArgumentTypeError(f"expected FIELD=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return name, read(value)
+        except (ValueError, SyntaxError):
+            continue
+    return name, value
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -84,7 +85,7 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
         hint = f"; did you mean '{nearest[0]}'?" if nearest else "."
         raise ConversionError(f"'{name}' is not a field of the config{hint}")
 
-    dropped = []
+    notes = []
     if kind == "decayed-mae":
         if fields:
             raise ConversionError(f"Fields cannot be set on the way back to ViTMAE, got {sorted(fields)}.")
@@ -92,25 +93,27 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
     elif kind == "vit-mae":
         model = from_vit_mae(checkpoint, fields)
     else:
-        model, dropped = from_timm_names(kind, *read_weights(checkpoint), fields)
+        model, notes = from_timm_names(kind, *read_weights(checkpoint), fields)
+    if fields:
+        notes.append("Set by hand: " + ", ".join(f"{name}={value!r}" for name, value in fields.items()) + ".")
 
     licence = KINDS[kind][1] or licence_of(checkpoint)
-    card = model_card(kind, checkpoint, model, licence, dropped)
+    card = model_card(kind, checkpoint, model, licence, notes)
+    processor = checkpoint / "preprocessor_config.json"
     # Written beside the target and renamed: a folder named `output` is a finished one.
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
         model.save_pretrained(temporary)
+        if processor.is_file():  # weights go with the pixels they were trained on
+            shutil.copy(processor, temporary)
         card.save(temporary / "README.md")
         temporary.chmod(0o755)
         os.replace(temporary, output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    lines = [f"{type(model).__name__} written to {output}", f"licence of the weights: {licence}"]
-    if dropped:
-        lines.append(f"dropped, because no decoder layer uses them: {', '.join(dropped)}")
-    return "\n".join(lines)
+    return "\n".join([f"{type(model).__name__} written to {output}", f"Licence of the weights: {licence}.", *notes])
 
 
 def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
@@ -124,25 +127,36 @@ def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             contents = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it names {refused[1]}" if refused else (str(error).splitlines() or [type(error).__name__])[0]
         raise ConversionError(
-            f"'{path.name}' is damaged or holds Python objects, which are not loaded ({reason})"
+            f"'{path.name}' is damaged, or holds Python objects, which are not loaded: {reason}"
         ) from error
-    weights = contents.get("model", contents) if isinstance(contents, dict) else {}
-    weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
-    if not weights or not all(isinstance(tensor, torch.Tensor) for tensor in weights.values()):
-        raise ConversionError(f"'{path.name}' holds no state dict, neither as a whole nor under 'model'.")
-    arguments = contents.get("args", {})
+    weights = contents if isinstance(contents, dict) else {}
+    for wrapper in ("model", "state_dict"):
+        weights = weights[wrapper] if isinstance(weights.get(wrapper), dict) else weights
+    if not weights or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in weights.items()):
+        raise ConversionError(
+            f"'{path.name}' holds no state dict, neither as a whole nor under 'model' or 'state_dict'."
+        )
+    weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in weights.items()}
+    arguments = contents.get("args") or {}
     return weights, vars(arguments) if isinstance(arguments, argparse.Namespace) else dict(arguments)
 
 
 def from_timm_names(
     kind: str, weights: dict[str, torch.Tensor], arguments: dict, fields: dict
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Model with the weights of a MAE code base, and the names of weights that were left out."""
-    for name in ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"):
+    """Model with the weights of a MAE code base, and what its owner should know about the conversion."""
+    needed = {"cls_token": 3, "pos_embed": 3, "patch_embed.proj.weight": 4, "blocks.0.mlp.fc1.weight": 2}
+    if "decoder_pred.weight" in weights:
+        needed |= {"decoder_pred.weight": 2, "decoder_blocks.0.mlp.fc1.weight": 2}
+    for name, dimensions in needed.items():
         if name not in weights:
             raise ConversionError(f"Not a checkpoint of kind '{kind}': '{name}' is missing.")
+        if weights[name].ndim != dimensions:
+            shape = tuple(weights[name].shape)
+            raise ConversionError(f"'{name}' must have {dimensions} dimensions, got shape {shape}.")
     if ("skip.0.mask_token" in weights) != (kind == "released-mae"):
         raise ConversionError(
             f"Not a checkpoint of kind '{kind}': 'skip.0.mask_token' marks kind 'released-mae', and it is "
@@ -178,21 +192,29 @@ def from_timm_names(
     else:
         model_class = DecayedViTMAEModel
         converted = {name.removeprefix("vit."): tensor for name, tensor in converted.items()}
-    return fill(model_class(config), converted), dropped
+    notes = []
+    if dropped:
+        notes.append(f"Dropped, because no decoder layer uses them: {', '.join(dropped)}.")
+    assumed = [name for name in ("norm_pix_loss", "mask_ratio") if name not in {**arguments, **fields}]
+    if assumed and model_class is DecayedViTMAEForPreTraining:
+        values = ", ".join(f"{name}={getattr(config, name)}" for name in assumed)
+        notes.append(f"Assumed, because the file does not tell: {values}.")
+    return fill(model_class(config), converted), notes
 
 
 def timm_config(kind: str, weights: dict[str, torch.Tensor], arguments: dict, fields: dict) -> DecayedViTMAEConfig:
     """Config read off the shapes and stored training arguments; `fields` adds or overrides."""
 
     def depth(prefix):
-        return 1 + max(int(name.split(".")[1]) for name in weights if name.startswith(prefix))
+        numbers = [int(match[1]) for name in weights if (match := re.match(rf"{prefix}\.(\d+)\.", name))]
+        return 1 + max(numbers)
 
     hidden_size, num_channels, *patch_size = weights["patch_embed.proj.weight"].shape
     known = {
         "hidden_size": hidden_size,
         "num_channels": num_channels,
         "patch_size": patch_size[0] if patch_size[0] == patch_size[1] else patch_size,
-        "num_hidden_layers": depth("blocks."),
+        "num_hidden_layers": depth("blocks"),
         "num_attention_heads": HEADS_BY_WIDTH.get(hidden_size),
         "intermediate_size": weights["blocks.0.mlp.fc1.weight"].shape[0],
         "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
@@ -209,7 +231,7 @@ def timm_config(kind: str, weights: dict[str, torch.Tensor], arguments: dict, fi
         decoder_hidden_size = weights["decoder_pred.weight"].shape[1]
         known |= {
             "decoder_hidden_size": decoder_hidden_size,
-            "decoder_num_hidden_layers": depth("decoder_blocks."),
+            "decoder_num_hidden_layers": depth("decoder_blocks"),
             "decoder_num_attention_heads": DECODER_HEADS_BY_WIDTH.get(decoder_hidden_size),
             "decoder_intermediate_size": weights["decoder_blocks.0.mlp.fc1.weight"].shape[0],
         }
@@ -306,7 +328,10 @@ def load_decayed(folder: Path) -> PreTrainedModel:
 def read_config(folder: Path, model_type: str, fields: dict) -> DecayedViTMAEConfig:
     if not (folder / "config.json").is_file():
         raise ConversionError(f"'{folder}' has no config.json; this kind of checkpoint is a folder.")
-    found = json.loads((folder / "config.json").read_text()).get("model_type")
+    try:
+        found = dict(json.loads((folder / "config.json").read_text())).get("model_type")
+    except (ValueError, TypeError) as error:
+        raise ConversionError(f"The config.json of '{folder}' is damaged ({error}).") from error
     if found != model_type:
         raise ConversionError(f"'{folder}' holds a model of type '{found}', not '{model_type}'.")
     return DecayedViTMAEConfig.from_pretrained(folder, **fields)
@@ -322,35 +347,22 @@ def weight_files(folder: Path) -> list[Path]:
 def licence_of(folder: Path) -> str:
     """The licence that a folder's own card gives its weights."""
     card = folder / "README.md"
-    return (ModelCard.load(card).data.license or "unknown") if card.is_file() else "unknown"
+    try:
+        return (ModelCard.load(card).data.license or "unknown") if card.is_file() else "unknown"
+    except (ValueError, yaml.YAMLError):
+        return "unknown"
 
 
-def model_card(kind: str, checkpoint: Path, model: PreTrainedModel, licence: str, dropped: list[str]) -> ModelCard:
-    """A card that says where the weights came from and under which licence."""
+def model_card(kind: str, checkpoint: Path, model: PreTrainedModel, licence: str, notes: list[str]) -> ModelCard:
+    """A card that says where the weights came from, under which licence, and what was decided on the way."""
     files = [checkpoint] if checkpoint.is_file() else weight_files(checkpoint)
-    sources = "\n".join(
-        f"- `{file.name}`, SHA-256 `{hashlib.sha256(file.read_bytes()).hexdigest()}`" for file in files
-    )
-    left_out = (
-        f"\nLeft out, because no decoder layer uses them: {', '.join(f'`{name}`' for name in dropped)}.\n"
-        if dropped
-        else ""
-    )
-    metadata = f"license: {licence}\n" if licence != "unknown" else ""
-    return ModelCard(
-        f"""---
-{metadata}library_name: transformers
-tags:
-- masked-autoencoder
-- hf_decayed
----
-
-# {type(model).__name__}, converted
-
-Converted without change from {KINDS[kind][0]}:
-
-{sources}
-{left_out}
-Licence of the weights: {licence}. It is that of their source; converting them does not change it.
-"""
-    )
+    sources = [f"- `{file.name}`, SHA-256 `{hashlib.sha256(file.read_bytes()).hexdigest()}`" for file in files]
+    metadata = [f"license: {licence}"] if licence != "unknown" else []
+    lines = [
+        *["---", *metadata, "library_name: transformers", "tags:", "- masked-autoencoder", "- hf_decayed", "---", ""],
+        *[f"# {type(model).__name__}, converted", ""],
+        *[f"The weights are those of {KINDS[kind][0]}:", "", *sources, ""],
+        *[line for note in notes for line in (note, "")],
+        f"Licence of the weights: {licence}. It is that of their source; converting them does not change it.",
+    ]
+    return ModelCard("\n".join(lines) + "\n")

@@ -9,7 +9,7 @@ from conftest import TINY_SIZES, random_weights
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from transformers import ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
+from transformers import AutoImageProcessor, ViTImageProcessorPil, ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
 from hf_decayed import (
     DecayedViTMAEConfig,
@@ -26,47 +26,58 @@ WIDTH, DECODER_WIDTH, PATCH, GRID, HEADS, DECODER_HEADS = 32, 24, 8, 4, 4, 4
 HEAD_FIELDS = {"num_attention_heads": HEADS, "decoder_num_attention_heads": DECODER_HEADS}
 
 
-def timm_weights(depth, decoder_depth=3, released=False, decoder=True, classes=None, average_pooling=False):
+def timm_weights(
+    depth,
+    decoder_depth=3,
+    released=False,
+    decoder=True,
+    classes=None,
+    average_pooling=False,
+    width=WIDTH,
+    decoder_width=DECODER_WIDTH,
+    patch=PATCH,
+    grid=GRID,
+):
     """A state dict with the names and shapes of facebookresearch/mae, or of the authors' decayed MAE."""
     weights = {
-        "cls_token": (1, 1, WIDTH),
-        "pos_embed": sincos_positions((GRID, GRID), WIDTH),
-        "patch_embed.proj.weight": (WIDTH, 3, PATCH, PATCH),
-        "patch_embed.proj.bias": (WIDTH,),
+        "cls_token": (1, 1, width),
+        "pos_embed": sincos_positions((grid, grid), width),
+        "patch_embed.proj.weight": (width, 3, patch, patch),
+        "patch_embed.proj.bias": (width,),
     }
 
     def linear(name, fan_in, fan_out):
         weights.update({f"{name}.weight": (fan_out, fan_in), f"{name}.bias": (fan_out,)})
 
-    def norm(name, width):
-        weights.update({f"{name}.weight": (width,), f"{name}.bias": (width,)})
+    def norm(name, size):
+        weights.update({f"{name}.weight": (size,), f"{name}.bias": (size,)})
 
-    def block(name, width):
-        norm(f"{name}.norm1", width)
-        linear(f"{name}.attn.qkv", width, 3 * width)
-        linear(f"{name}.attn.proj", width, width)
-        norm(f"{name}.norm2", width)
-        linear(f"{name}.mlp.fc1", width, 2 * width)
-        linear(f"{name}.mlp.fc2", 2 * width, width)
+    def block(name, size):
+        norm(f"{name}.norm1", size)
+        linear(f"{name}.attn.qkv", size, 3 * size)
+        linear(f"{name}.attn.proj", size, size)
+        norm(f"{name}.norm2", size)
+        linear(f"{name}.mlp.fc1", size, 2 * size)
+        linear(f"{name}.mlp.fc2", 2 * size, size)
 
     for layer in range(depth):
-        block(f"blocks.{layer}", WIDTH)
+        block(f"blocks.{layer}", width)
     if not released:
-        norm("fc_norm" if average_pooling else "norm", WIDTH)
+        norm("fc_norm" if average_pooling else "norm", width)
     if decoder:
-        weights["decoder_pos_embed"] = sincos_positions((GRID, GRID), DECODER_WIDTH)
-        linear("decoder_embed", DECODER_WIDTH if released else WIDTH, DECODER_WIDTH)
-        weights["decoder_cls_token" if released else "mask_token"] = (1, 1, DECODER_WIDTH)
+        weights["decoder_pos_embed"] = sincos_positions((grid, grid), decoder_width)
+        linear("decoder_embed", decoder_width if released else width, decoder_width)
+        weights["decoder_cls_token" if released else "mask_token"] = (1, 1, decoder_width)
         for skip in range(depth // 2 if released else 0):
-            linear(f"skip.{skip}.fc.0", WIDTH + DECODER_WIDTH, DECODER_WIDTH)
-            linear(f"skip.{skip}.fc.2", DECODER_WIDTH, DECODER_WIDTH)
-            weights[f"skip.{skip}.mask_token"] = (1, 1, WIDTH)
+            linear(f"skip.{skip}.fc.0", width + decoder_width, decoder_width)
+            linear(f"skip.{skip}.fc.2", decoder_width, decoder_width)
+            weights[f"skip.{skip}.mask_token"] = (1, 1, width)
         for layer in range(decoder_depth):
-            block(f"decoder_blocks.{layer}", DECODER_WIDTH)
-        norm("decoder_norm", DECODER_WIDTH)
-        linear("decoder_pred", DECODER_WIDTH, PATCH * PATCH * 3)
+            block(f"decoder_blocks.{layer}", decoder_width)
+        norm("decoder_norm", decoder_width)
+        linear("decoder_pred", decoder_width, patch * patch * 3)
     if classes:
-        linear("head", WIDTH, classes)
+        linear("head", width, classes)
     return {
         name: shape if isinstance(shape, torch.Tensor) else 0.3 * torch.randn(shape) for name, shape in weights.items()
     }
@@ -149,7 +160,7 @@ def test_released_mae(depth, dropped, tmp_path, pixel_values, noise, capsys):
     weights = timm_weights(depth, released=True)
     torch.save({"model": weights, "epoch": 5}, tmp_path / "checkpoint.pth")
     command = ["convert", "--from", "released-mae", "--checkpoint", str(tmp_path / "checkpoint.pth")]
-    command += ["--output", str(tmp_path / "out"), "--set", "shortcut_decay=0.7"]
+    command += ["--output", str(tmp_path / "out"), "--set", "shortcut_decay=.7"]
     assert main(command + [f"--set={name}={value}" for name, value in HEAD_FIELDS.items()]) == 0
     printed = capsys.readouterr().out
     assert "cc-by-nc-4.0" in printed
@@ -167,7 +178,10 @@ def test_released_mae(depth, dropped, tmp_path, pixel_values, noise, capsys):
     assert card.data.license == "cc-by-nc-4.0"
     assert "xiao7199/decayed_Identity_shortcuts" in card.text and "checkpoint.pth" in card.text
     assert str(tmp_path) not in card.content
-    assert all(f"`{name}.fc.0.weight`" in card.text for name in dropped)
+    assert all(f"{name}.fc.0.weight" in card.text for name in dropped)
+    for text in (printed, card.text):  # what nobody told is said, what was set is recorded
+        assert "Assumed, because the file does not tell: norm_pix_loss=False, mask_ratio=0.75." in text
+        assert "Set by hand: shortcut_decay=0.7" in text
 
 
 def test_training_arguments_in_the_file_are_used(tmp_path):
@@ -178,12 +192,16 @@ def test_training_arguments_in_the_file_are_used(tmp_path):
     assert (config.shortcut_decay, config.norm_pix_loss, config.mask_ratio) == (0.65, True, 0.6)
 
 
-@pytest.mark.parametrize("wrapped", ["plain", "model", "module", "safetensors"])
+@pytest.mark.parametrize("wrapped", ["plain", "model", "module", "state_dict", "safetensors"])
 def test_fb_mae_pretraining(wrapped, tmp_path, pixel_values, noise):
     weights = timm_weights(4)
     file = tmp_path / ("c.safetensors" if wrapped == "safetensors" else "c.pth")
     if wrapped == "safetensors":
         save_file(weights, file)
+    elif wrapped == "state_dict":
+        torch.save(
+            {"state_dict": {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}, "args": None}, file
+        )
     elif wrapped == "module":
         torch.save({f"module.{name}": tensor for name, tensor in weights.items()}, file)
     else:
@@ -272,6 +290,15 @@ def test_fields_set_on_a_vit_mae(tmp_path):
     assert ModelCard.load(tmp_path / "ours" / "README.md").data.license == "apache-2.0"
 
 
+def test_the_processor_goes_with_the_weights(tmp_path):
+    ViTMAEModel(ViTMAEConfig(**TINY_SIZES)).save_pretrained(tmp_path / "theirs")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}, image_mean=[0.5] * 3).save_pretrained(tmp_path / "theirs")
+    convert("vit-mae", tmp_path / "theirs", tmp_path / "ours")
+    convert("decayed-mae", tmp_path / "ours", tmp_path / "back")
+    for folder in ("ours", "back"):
+        assert AutoImageProcessor.from_pretrained(tmp_path / folder).image_mean == pytest.approx([0.5] * 3)
+
+
 @pytest.mark.parametrize(
     "classes", [(DecayedViTMAEModel, ViTMAEModel), (DecayedViTMAEForPreTraining, ViTMAEForPreTraining)]
 )
@@ -348,7 +375,7 @@ def test_bad_input(tmp_path, capsys):
             return (open, (str(tmp_path / "sprung"), "w"))
 
     torch.save({"model": weights, "extra": Trap()}, tmp_path / "trap.pth")
-    assert "Python objects, which are not loaded" in fail(tmp_path / "trap.pth", *heads, decay)
+    assert "Python objects, which are not loaded: it names" in fail(tmp_path / "trap.pth", *heads, decay)
     assert not (tmp_path / "sprung").exists()
     (tmp_path / "cut.pth").write_bytes(good.read_bytes()[:1000])
     assert "damaged" in fail(tmp_path / "cut.pth", *heads, decay)
@@ -358,6 +385,40 @@ def test_bad_input(tmp_path, capsys):
     assert "holds no state dict" in fail(tmp_path / "numbers.pth", *heads, decay)
     torch.save([1, 2], tmp_path / "list.pth")
     assert "holds no state dict" in fail(tmp_path / "list.pth", *heads, decay)
+
+
+def test_odd_files_get_a_sentence_too(tmp_path, capsys):
+    weights = timm_weights(4)
+
+    def fail(change, kind="fb-mae", **more):
+        torch.save({"model": {**weights, **change}, **more}, tmp_path / "odd.pth")
+        flags = [f"--set={name}={value}" for name, value in HEAD_FIELDS.items()]
+        return run(
+            tmp_path,
+            capsys,
+            "--from",
+            kind,
+            "--checkpoint",
+            tmp_path / "odd.pth",
+            "--output",
+            tmp_path / "out",
+            *flags,
+        )
+
+    torch.save({}, tmp_path / "odd.pth")
+    assert "holds no state dict" in fail({7: torch.ones(1)})
+    assert "'patch_embed.proj.weight' must have 4 dimensions, got shape (3, 4)" in fail(
+        {"patch_embed.proj.weight": torch.ones(3, 4)}
+    )
+    assert "Unknown: ['vit.layers.x.y']" in fail({"blocks.x.y": torch.ones(1)})
+    del weights["decoder_blocks.0.mlp.fc1.weight"]
+    assert "'decoder_blocks.0.mlp.fc1.weight' is missing" in fail({})
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for text in ("[1, 2]", '{"model_type": "vit'):
+        (folder / "config.json").write_text(text)
+        error = run(tmp_path, capsys, "--from", "vit-mae", "--checkpoint", folder, "--output", tmp_path / "out")
+        assert "config.json of" in error and "is damaged" in error
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):

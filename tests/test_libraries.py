@@ -9,6 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from conftest import PRESETS, TINY_SIZES, random_weights
 from PIL import Image
 from transformers import Trainer, TrainingArguments, UperNetConfig, UperNetForSemanticSegmentation, pipeline
@@ -20,6 +21,7 @@ from hf_decayed import (
     DecayedViTMAEForPreTraining,
     DecayedViTMAEModel,
 )
+from hf_decayed.models.modeling_decayed_vit_mae import image_processor
 
 
 def default_model(model_class=DecayedViTMAEForPreTraining, **fields):
@@ -167,6 +169,96 @@ def test_trainer_classifies(tmp_path):
     trainer = Trainer(model, arguments, train_dataset=examples, eval_dataset=examples)
     trainer.train()
     assert trainer.predict(examples).predictions.shape == (12, 3)
+
+
+def test_trainer_divides_the_loss_by_accumulation(tmp_path):
+    """Labels of a labelled data set reach the model; they must not make Trainer think that it normalises by itself."""
+    torch.manual_seed(0)
+    examples = [{"pixel_values": image, "label": index % 2} for index, image in enumerate(torch.randn(8, 3, 32, 32))]
+    norms = []
+    for batch_size, accumulation in ((8, 1), (2, 4)):
+        torch.manual_seed(0)
+        model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))
+        arguments = TrainingArguments(
+            tmp_path,
+            max_steps=1,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, train_dataset=examples)
+        trainer.train()
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+    # Only the prediction head has a gradient in the first step, and its size hardly depends on the masks.
+    assert norms[0] == pytest.approx(norms[1], rel=0.3)
+
+
+def test_fsdp_finds_the_layers_to_wrap():
+    for model_class in (DecayedViTMAEModel, DecayedViTMAEForPreTraining, DecayedViTMAEForImageClassification):
+        for name in ("default", "plain"):
+            model = model_class(PRESETS[name](**TINY_SIZES))
+            plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+            plugin.set_auto_wrap_policy(model)
+            assert plugin.auto_wrap_policy is not None
+
+
+def test_sharded_by_fully_shard():
+    """FSDP2 of the default preset, the learned schedule and the patch embedding, on a mesh of one CPU."""
+    output = run_in_child(
+        """
+        import os, torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from conftest import TINY_SIZES, random_weights
+        from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        torch.manual_seed(0)
+        pixel_values, noise = torch.randn(3, 3, 32, 32), torch.rand(3, 16)
+        for schedule in ("linear", "learned"):
+            model = random_weights(DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES, shortcut_schedule=schedule)))
+            expected = model(pixel_values, noise=noise).loss.item()
+            fully_shard(model.vit.embeddings.patch_embeddings, mesh=mesh)
+            for layer in [*model.vit.layers, *model.decoder.decoder_layers]:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            loss = model(pixel_values, noise=noise).loss
+            loss.backward()
+            assert abs(loss.item() - expected) < 1e-5
+            assert all(p.grad is not None for p in model.parameters())
+        torch.distributed.destroy_process_group()
+        print("sharded")
+        """
+    )
+    assert "sharded" in output
+
+
+def test_lora_under_reentrant_checkpointing(pixel_values, noise):
+    peft = pytest.importorskip("peft")
+    model = default_model()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).train()
+    adapted(pixel_values, noise=noise).loss.backward()
+    assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora_B" in name and "vit" in name)
+
+
+def test_tuples_by_config(pixel_values):
+    for model_class in (DecayedViTMAEModel, DecayedViTMAEForPreTraining, DecayedViTMAEForImageClassification):
+        model = model_class(DecayedViTMAEConfig(**TINY_SIZES))
+        model.config.return_dict = False
+        assert isinstance(model(pixel_values), tuple)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "CMYK"])
+def test_processor_takes_images_of_every_mode(mode):
+    processor = image_processor(DecayedViTMAEConfig(**TINY_SIZES))
+    assert processor(Image.new(mode, (50, 40)), return_tensors="pt").pixel_values.shape == (1, 3, 32, 32)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["projection", "fc1"]])

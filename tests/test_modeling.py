@@ -1,6 +1,7 @@
 """The models: masking, initial values, the spec's properties, shapes, wrong input."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -48,6 +49,17 @@ def test_pretraining_always_masks_and_classification_never(mode, pixel_values):
     assert torch.equal(classifier(pixel_values).logits, classifier(pixel_values).logits)
 
 
+def test_masking_cannot_slip_into_heads_that_never_mask(pixel_values, noise):
+    classifier = DecayedViTMAEForImageClassification(DecayedViTMAEConfig(**TINY_SIZES))
+    backbone = DecayedViTMAEBackbone(DecayedViTMAEConfig(**TINY_SIZES))
+    for model in (classifier, backbone):
+        for name, value in {"noise": noise, "mask_ratio": 0.5, "output_skips": True}.items():
+            with pytest.raises(TypeError, match=rf"{type(model).__name__}.forward\(\) has no argument `{name}`"):
+                model(pixel_values, **{name: value})
+    with pytest.raises(TypeError, match="has no argument `mask_ration`; did you mean `mask_ratio`?"):
+        DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES))(pixel_values, mask_ration=0.5)
+
+
 def test_tokens_of_a_whole_image_come_in_patch_order(pixel_values):
     """A network of no branches shows where each token came from."""
     model = DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES, shortcut_decay=1.0))
@@ -61,12 +73,17 @@ def test_tokens_of_a_whole_image_come_in_patch_order(pixel_values):
 def test_visible_only_embedding_equals_the_module_call(pixel_values, noise):
     model = random_weights(DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES))).eval()
     fast = model(pixel_values, noise=noise).last_hidden_state
-    calls = []
-    handle = model.embeddings.patch_embeddings.projection.register_forward_hook(lambda *_: calls.append(1))
-    through_module = model(pixel_values, noise=noise).last_hidden_state
-    assert calls == [1]  # a hooked module is called, so that adapters, offloading and sharding work
+    for module in (model.embeddings.patch_embeddings, model.embeddings.patch_embeddings.projection):
+        calls = []
+        handle = module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        through_module = model(pixel_values, noise=noise).last_hidden_state
+        assert calls == [1]  # a hooked module is called, so that adapters, offloading and sharding work
+        handle.remove()
+        torch.testing.assert_close(fast, through_module, rtol=1e-4, atol=1e-5)
+    handle = module.register_full_backward_hook(lambda *_: calls.append(2))
+    model(pixel_values, noise=noise).last_hidden_state.sum().backward()
+    assert calls == [1, 2]
     handle.remove()
-    torch.testing.assert_close(fast, through_module, rtol=1e-4, atol=1e-5)
 
 
 def test_loss_alone_equals_loss_with_logits(preset, pixel_values, noise):
@@ -341,7 +358,44 @@ def test_other_wrong_input(pixel_values):
         model(pixel_values, noise=torch.rand(3, 15))
     with pytest.raises(ValueError, match="`mask_ratio` must remove at least one of 16 patches, got 0.0"):
         model(pixel_values, mask_ratio=0.0)
-    with pytest.raises(ValueError, match="leave at least one of 16 patches, got 0.99"):
-        model(pixel_values, mask_ratio=0.99)
+    for ratio in (0.99, 1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match=f"leave at least one of 16 patches, got {ratio}"):
+            model(pixel_values, mask_ratio=ratio)
     with pytest.raises(ValueError, match="32 x 32 has 4 x 4 patches, got 15"):
         model.unpatchify(torch.zeros(1, 15, 192))
+
+
+def test_the_encoder_keeps_no_layer_alive(pixel_values):
+    model = DecayedViTMAEModel(DecayedViTMAEConfig(**{**TINY_SIZES, "num_hidden_layers": 8})).eval()
+    outputs, alive = [], []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: outputs.append(weakref.ref(output)))
+        layer.register_forward_pre_hook(lambda *_: alive.append(sum(output() is not None for output in outputs)))
+    with torch.no_grad():
+        model(pixel_values)
+    assert max(alive) == 1
+
+
+def test_other_depth_means_other_stages():
+    config = DecayedViTMAEConfig(**TINY_SIZES)
+    config.num_hidden_layers = 8
+    backbone = DecayedViTMAEBackbone(config)
+    assert backbone.out_features == ["stage8"] and len(backbone.stage_names) == 9
+    config = DecayedViTMAEConfig(**TINY_SIZES, out_features=["stage3", "stage4"])
+    config.num_hidden_layers = 2
+    with pytest.raises(Exception, match="out_features must be a subset of stage_names"):
+        DecayedViTMAEBackbone(config)
+
+
+def test_decay_costs_one_fused_operation_per_branch(pixel_values):
+    """Nothing is multiplied apart: with and without decay the encoder runs the very same operators."""
+
+    def operators(decay):
+        model = DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES, shortcut_decay=decay)).eval()
+        with torch.no_grad(), torch.profiler.profile() as profiler:
+            model(pixel_values)
+        return {event.key: event.count for event in profiler.key_averages() if event.key.startswith("aten::")}
+
+    assert operators(0.6) == operators(1.0)
+    assert operators(0.6)["aten::add"] == 2 * 4 + 2  # two per layer; positions of the patches and of the class token
+    assert "aten::mul" not in operators(0.6)

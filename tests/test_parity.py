@@ -30,7 +30,7 @@ def pair(dtype=torch.float32, **fields):
 
 @pytest.mark.parametrize("norm_pix_loss", [False, True])
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_pretraining_outputs_and_gradients(norm_pix_loss, mode, pixel_values, noise):
+def test_pretraining_outputs(norm_pix_loss, mode, pixel_values, noise):
     theirs, ours = pair(norm_pix_loss=norm_pix_loss)
     expected = getattr(theirs, mode)()(pixel_values, noise=noise)
     outputs = getattr(ours, mode)()(pixel_values, noise=noise)
@@ -39,16 +39,23 @@ def test_pretraining_outputs_and_gradients(norm_pix_loss, mode, pixel_values, no
     assert torch.equal(outputs.mask, expected.mask)
     assert torch.equal(outputs.ids_restore, expected.ids_restore)
 
-    expected.loss.backward()
-    outputs.loss.backward()
-    their_gradients = {
-        name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.requires_grad
-    }
-    our_gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    assert their_gradients.keys() == our_gradients.keys()
-    largest = max(gradient.abs().max() for gradient in their_gradients.values())
-    for name, gradient in our_gradients.items():
-        assert (gradient - their_gradients[name]).abs().max() <= 1e-6 * largest, name
+
+def test_gradients(pixel_values, noise):
+    """In double precision every parameter's gradient agrees to a billionth of its own size; in float32 to rounding."""
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        theirs, ours = pair(dtype, norm_pix_loss=True)
+        theirs(pixel_values.to(dtype), noise=noise).loss.backward()
+        ours(pixel_values.to(dtype), noise=noise).loss.backward()
+        their_gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+        our_gradients = {name: p.grad for name, p in ours.named_parameters()}
+        assert their_gradients.keys() == our_gradients.keys()
+        largest = max(gradient.abs().max() for gradient in their_gradients.values())
+        for name, gradient in our_gradients.items():
+            difference = (gradient - their_gradients[name]).abs().max()
+            if name.endswith("k_proj.bias"):  # softmax takes it out: its gradient is rounding in both
+                assert difference < 1e-6 * largest
+            else:
+                assert difference <= tolerance * their_gradients[name].abs().max(), name
 
 
 def test_what_remains_in_float32_is_rounding(pixel_values, noise):
@@ -56,8 +63,7 @@ def test_what_remains_in_float32_is_rounding(pixel_values, noise):
     theirs, ours = pair(torch.float64)
     expected, outputs = theirs(pixel_values.double(), noise=noise), ours(pixel_values.double(), noise=noise)
     torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-12, atol=1e-12)
-    # The loss is taken in float32, like that of a half-precision model.
-    torch.testing.assert_close(outputs.loss.double(), expected.loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-12, atol=1e-12)
 
 
 def test_encoder_outputs_with_noise(pixel_values, noise):

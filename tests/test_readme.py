@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import TINY_SIZES
+from test_conversion import timm_weights
+from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
 from hf_decayed.cli import main
 
@@ -40,14 +44,18 @@ def test_demo(tmp_path, capsys):
     assert (tmp_path / "demo" / "model.safetensors").exists()
 
 
-def test_commands_are_understood(tmp_path, monkeypatch, capsys):
-    """Every `hf-decayed` line parses; without the files it names it ends in one sentence."""
+def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
+    """Every `hf-decayed` line, on small files of the names and kinds it speaks of."""
     monkeypatch.chdir(tmp_path)
+    sizes = {"width": 384, "decoder_width": 512, "patch": 16, "grid": 2}
+    torch.save({"model": timm_weights(2, 1, released=True, **sizes)}, "checkpoint-799.pth")
+    torch.save({"model": timm_weights(2, 1, **sizes)}, "mae_pretrain_vit_base_full.pth")
+    ViTMAEForPreTraining(ViTMAEConfig(**TINY_SIZES)).save_pretrained("path/to/vit-mae-base")
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-decayed")]
     assert len(lines) == 4
     for line in lines:
-        assert main(shlex.split(line)[1:]) == 2
-        assert "No checkpoint at" in capsys.readouterr().err
+        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+        assert "written to" in capsys.readouterr().out
 
 
 def test_benchmark_table_is_the_one_in_the_results():

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import (
     ViTConfig,
     ViTMAEConfig,
     ViTMAEForPreTraining,
+    ViTMAEModel,
     ViTModel,
 )
 
@@ -186,6 +188,8 @@ def test_processor_fits_the_model_and_an_own_one_is_kept(tmp_path):
     processor.save_pretrained(tmp_path / "grey")
     publish(tmp_path / "grey", num_channels=1)
     assert AutoImageProcessor.from_pretrained(tmp_path / "grey").image_mean == pytest.approx([0.2])
+    DecayedViTMAEModel(DecayedViTMAEConfig(**{**TINY_SIZES, "image_size": 64})).save_pretrained(tmp_path / "grey")
+    assert AutoImageProcessor.from_pretrained(tmp_path / "grey").size["height"] == 64
 
 
 # Other people's checkpoints are converted or refused.
@@ -194,6 +198,8 @@ def test_processor_fits_the_model_and_an_own_one_is_kept(tmp_path):
 def test_vit_mae_folder_is_converted(tmp_path, pixel_values, noise):
     theirs = random_weights(ViTMAEForPreTraining(ViTMAEConfig(**TINY_SIZES))).eval()
     theirs.save_pretrained(tmp_path / "vit_mae")
+    config = DecayedViTMAEConfig.from_pretrained(tmp_path / "vit_mae")
+    DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "vit_mae", config=config)
     ours = DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "vit_mae").eval()
     state = theirs.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in ours.state_dict().items())
@@ -211,7 +217,7 @@ def test_another_family_is_refused(tmp_path):
     ViTModel(ViTConfig(**sizes, image_size=32, patch_size=8)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="`model_type` must be 'decayed_vit_mae' or 'vit_mae', got 'vit'"):
         DecayedViTMAEModel.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="do not fit DecayedViTMAEModel. Missing: .*Unexpected: "):
+    with pytest.raises(ValueError, match="do not fit DecayedViTMAEModel. Missing or .*Unexpected: "):
         DecayedViTMAEModel.from_pretrained(tmp_path, config=DecayedViTMAEConfig(**TINY_SIZES))
 
 
@@ -231,6 +237,85 @@ def test_weights_that_do_not_fit_the_config_are_refused(fields, key, tmp_path):
         DecayedViTMAEForPreTraining.from_pretrained(tmp_path, **fields)
 
 
+def test_sharded_weights_and_oblong_sizes(tmp_path):
+    sizes = {**TINY_SIZES, "image_size": (32, 48), "patch_size": (8, 4)}
+    model = random_weights(DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**sizes)))
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    images, noise = torch.randn(2, 3, 32, 48), torch.rand(2, 48)
+    loaded = AutoModelForPreTraining.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(images, noise=noise).logits, model(images, noise=noise).logits)
+
+
+def test_fields_overridden_on_loading(tmp_path, pixel_values):
+    publish(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, shortcut_decay=0.8)
+    assert model.config.shortcut_decay == 0.8 and model.shortcut_alphas() == model.config.shortcut_alphas()
+    assert model.shortcut_alphas()[-1][1] == pytest.approx(0.8)
+    with pytest.raises(Exception, match=r"`shortcut_decay` must lie in \[0, 1\], got 7.0"):
+        DecayedViTMAEConfig.from_pretrained(tmp_path, shortcut_decay=7.0)
+
+
+def test_a_config_changed_after_building_is_not_saved(tmp_path):
+    model = publish(tmp_path / "first")
+    model.config.shortcut_decay = 0.8
+    with pytest.raises(ValueError, match="shortcut fields have changed since the model was built"):
+        model.save_pretrained(tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+
+
+def test_other_shapes_are_refused_even_when_asked_to_ignore_them(tmp_path):
+    publish(tmp_path, DecayedViTMAEForImageClassification, num_labels=3)
+    with pytest.raises(ValueError, match="of another shape: .*mlp.fc1.weight"):
+        DecayedViTMAEModel.from_pretrained(tmp_path, intermediate_size=128, ignore_mismatched_sizes=True)
+    # What it is for: a classifier with other labels.
+    model = DecayedViTMAEForImageClassification.from_pretrained(tmp_path, num_labels=9, ignore_mismatched_sizes=True)
+    assert model.classifier.weight.shape == (9, 32)
+
+
+def test_pickles_are_refused_with_a_way_out(tmp_path):
+    model = publish(tmp_path)
+    with pytest.raises(ValueError, match="`use_safetensors` must be True"):
+        DecayedViTMAEModel.from_pretrained(tmp_path, use_safetensors=False)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="holds pickled weights, not safetensors; `hf-decayed convert"):
+        DecayedViTMAEForPreTraining.from_pretrained(tmp_path)
+
+
+def test_a_missing_decoder(tmp_path):
+    """Of ours it starts anew, said aloud; of another's checkpoint it is refused."""
+    publish(tmp_path / "ours", DecayedViTMAEModel)
+    with pytest.warns(UserWarning, match="holds no decoder: it starts untrained"):
+        DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "ours")
+    ViTMAEModel(ViTMAEConfig(**TINY_SIZES)).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="Missing or of another shape: .*decoder.decoder_embed.weight"):
+        DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "theirs")
+
+
+def test_the_final_norm_is_not_dropped_in_silence(tmp_path):
+    plain = DecayedViTMAEConfig.plain(**TINY_SIZES)
+    random_weights(DecayedViTMAEForPreTraining(plain)).save_pretrained(tmp_path / "pretraining")
+    random_weights(DecayedViTMAEForImageClassification(plain)).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ValueError, match="Unexpected: .*layernorm.weight"):
+        DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "pretraining", final_norm=False)
+    with pytest.raises(ValueError, match="of another shape: .*fc_norm.weight"):
+        DecayedViTMAEForImageClassification.from_pretrained(tmp_path / "classifier", final_norm=False)
+
+
+def test_uploading_sends_the_processor_too(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"user/{repo_id}")
+    )
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", lambda self, operations, **_: sent.extend(operations))
+    monkeypatch.setattr("huggingface_hub.HfApi.create_branch", lambda self, **_: None)
+    model = publish(tmp_path / "other")
+    model.save_pretrained(tmp_path / "decayed-mae", push_to_hub=True)
+    names = {operation.path_in_repo for operation in sent}
+    assert {"preprocessor_config.json", "model.safetensors", "modeling_decayed_vit_mae.py", "config.json"} <= names
+
+
 def test_fine_tuning_may_drop_the_final_norm(tmp_path):
     random_weights(DecayedViTMAEForPreTraining(DecayedViTMAEConfig.plain(**TINY_SIZES))).save_pretrained(tmp_path)
     model = DecayedViTMAEForImageClassification.from_pretrained(
@@ -247,14 +332,6 @@ def test_truncated_weights_leave_nothing_behind(tmp_path):
         weights.write_bytes(whole[:length])
         with pytest.raises(OSError, match="weights of .* are damaged or incomplete"):
             DecayedViTMAEForPreTraining.from_pretrained(tmp_path)
-
-
-def test_pickled_weights_are_not_read(tmp_path):
-    model = publish(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(OSError, match="safetensors"):
-        DecayedViTMAEForPreTraining.from_pretrained(tmp_path)
 
 
 def test_importing_the_package_is_light():

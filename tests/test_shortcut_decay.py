@@ -111,6 +111,13 @@ def test_wrong_arguments_are_named(arguments, message):
         suggest_shortcut_decay(12, target=0.0)
 
 
+def test_a_target_out_of_reach_is_said():
+    with pytest.raises(
+        ValueError, match="4 layers with scope 'attention' .* cannot reach .* even `shortcut_decay=0` gives 0.044"
+    ):
+        suggest_shortcut_decay(4, scope="attention")
+
+
 def test_depths_cover_zero_to_one():
     assert branch_depths(2) == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert branch_depths(2, "layer") == [0.5, 0.5, 1.0, 1.0]

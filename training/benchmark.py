@@ -107,7 +107,7 @@ def main():
 
 def benchmark_models(arguments) -> dict:
     results = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "training/benchmark.py", *(Path(word).name for word in sys.argv[1:])]),
         "machine": f"{platform.machine()} {arguments.device}, {arguments.threads} thread(s)",
         "dtype": arguments.dtype,
         "versions": {
@@ -143,12 +143,13 @@ def benchmark_models(arguments) -> dict:
         results["tables"].append(take_turns(title, steps, batch_size, arguments))
         results["tables"][-1]["time goes to (%)"] = {label: where_time_goes(steps[label]) for label in models}
 
-        torch.set_grad_enabled(False)
         encoders = {label: features(label, model, images, arguments) for label, model in models.items()}
         title = f"{name}: features of whole images, batch {batch_size}"
         results["tables"].append(take_turns(title, encoders, batch_size, arguments))
 
-        tokens = torch.randn(batch_size, (side // models[PEER].config.patch_size) ** 2, 128, requires_grad=True)
+        tokens = torch.randn(
+            batch_size, (side // models[PEER].config.patch_size) ** 2, 128, device=arguments.device, requires_grad=True
+        )
         results["tables"].append(
             take_turns(f"{name}: choosing a quarter of the rows", rows(tokens), len(tokens), arguments)
         )
@@ -192,11 +193,11 @@ def features(label, model, images, arguments):
     if label != PEER:
         encoder = encoder.to(getattr(torch, arguments.dtype))
         encoder = torch.compile(encoder) if arguments.compile else encoder
-    return lambda: encoder(images)
+    return torch.no_grad()(lambda: encoder(images))
 
 
 def rows(tokens):
-    keep = torch.rand(tokens.shape[:2]).argsort(1)[:, : tokens.shape[1] // 4]
+    keep = torch.rand(tokens.shape[:2], device=tokens.device).argsort(1)[:, : tokens.shape[1] // 4]
 
     def gather():
         torch.gather(tokens, 1, keep.unsqueeze(-1).repeat(1, 1, tokens.shape[2])).sum().backward()
@@ -214,8 +215,8 @@ def take_turns(title: str, runs: dict, batch_size: int, arguments) -> dict:
         clock = time.process_time if arguments.device == "cpu" and arguments.threads == 1 else time.perf_counter
         start = clock()
         run()
-        if arguments.device == "cuda":
-            torch.cuda.synchronize()
+        if arguments.device != "cpu":
+            torch.accelerator.synchronize()
         return clock() - start
 
     for run in runs.values():
@@ -240,7 +241,8 @@ def take_turns(title: str, runs: dict, batch_size: int, arguments) -> dict:
 
 def where_time_goes(step) -> dict[str, float]:
     """Share of the operators' own time by kind of work, in per cent."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(activities=activities) as profiler:
         step()
     shares = dict.fromkeys([*KINDS_OF_WORK, "other"], 0.0)
     for event in profiler.key_averages():
@@ -250,7 +252,7 @@ def where_time_goes(step) -> dict[str, float]:
             (kind for kind, words in KINDS_OF_WORK.items() if any(word in event.key.lower() for word in words)),
             "other",
         )
-        shares[kind] += event.self_cpu_time_total
+        shares[kind] += event.self_device_time_total or event.self_cpu_time_total
     total = sum(shares.values())
     return {kind: round(100 * share / total, 1) for kind, share in shares.items()}
 

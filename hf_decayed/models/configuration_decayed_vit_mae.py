@@ -14,6 +14,7 @@ require_version("transformers>=5.12.0", "Decayed MAE needs it: `pip install -U t
 
 from huggingface_hub.dataclasses import strict  # noqa: E402
 from transformers import PreTrainedConfig, ViTMAEConfig  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
 from transformers.backbone_utils import BackboneConfigMixin  # noqa: E402
 
 from .shortcut_decay import layer_shortcut_factors, suggest_shortcut_decay  # noqa: E402
@@ -52,7 +53,19 @@ PLAIN = {
     "pooling": "cls",
 }
 
-OTHER_NAMES = {"alpha_min": "shortcut_decay", "min_decay": "shortcut_decay"}  # the paper's, the released code's
+# What other code calls our fields; taken in silence they would change nothing.
+OTHER_NAMES = {
+    "alpha_min": "shortcut_decay",
+    "min_decay": "shortcut_decay",
+    "alpha": "shortcut_decay",
+    "decay": "shortcut_decay",
+    "skips": "encoder_decoder_skips",
+    "pool": "pooling",
+    "global_pool": "pooling",
+    "depth": "num_hidden_layers",
+    "decoder_depth": "decoder_num_hidden_layers",
+    "norm_pix": "norm_pix_loss",
+}
 
 
 def as_pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
@@ -153,7 +166,9 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
                 f"`model_type` must be '{cls.model_type}' or '{ViTMAEConfig.model_type}', got '{source_type}': "
                 f"such a checkpoint cannot become a {cls.__name__}."
             )
-        return super().from_dict(config_dict, **kwargs)
+        made = super().from_dict(config_dict, **kwargs)
+        (made[0] if isinstance(made, tuple) else made).validate()  # keyword arguments are set after construction
+        return made
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -199,7 +214,17 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
             if nearest:
                 raise ValueError(f"Unknown field `{name}` (value {getattr(self, name)!r}); did you mean `{nearest}`?")
 
+    def validate_stages(self):
+        stages = ["stem"] + [f"stage{layer}" for layer in range(1, self.num_hidden_layers + 1)]
+        if self.stage_names != stages:  # the depth has changed since; "the last stage" means the last there is now
+            chosen = None if self._out_features == self.stage_names[-1:] else self._out_features
+            self.stage_names = stages
+            self.set_output_features_output_indices(out_features=chosen, out_indices=None)
+
     def validate_sizes(self):
+        for name in ("image_size", "patch_size"):
+            if not isinstance(getattr(self, name), int) and len(getattr(self, name)) != 2:
+                raise ValueError(f"`{name}` must be one number or (height, width), got {getattr(self, name)}.")
         sizes = {
             "image_size": as_pair(self.image_size),
             "patch_size": as_pair(self.patch_size),
@@ -209,7 +234,7 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
             for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
                 sizes[prefix + name] = (getattr(self, prefix + name),)
         for name, values in sizes.items():
-            if len(values) > 2 or min(values) < 1:
+            if min(values) < 1:
                 raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
         for side, image, patch in zip(("height", "width"), sizes["image_size"], sizes["patch_size"]):
             if image % patch != 0:
@@ -227,6 +252,8 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
                 raise ValueError(
                     f"`{prefix}hidden_size` must be divisible by 4 for 2-D sine-cosine positions, got {hidden_size}."
                 )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation that transformers knows, got {self.hidden_act!r}.")
         if not 0.0 <= self.mask_ratio < 1.0:
             raise ValueError(f"`mask_ratio` must lie in [0, 1), got {self.mask_ratio}.")
 

@@ -1,8 +1,11 @@
 """Masked autoencoder with decayed identity shortcuts: layer, encoder, skips, decoder, heads."""
 
 import copy
+import difflib
+import json
 import math
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +43,10 @@ VIT_MAE_KEY_MAPPING = {
     r"intermediate\.dense": "mlp.fc1",
     r"(?<!attention\.)output\.dense": "mlp.fc2",
 }
-HEADS = ("decoder.", "classifier.", "fc_norm.")  # what may be new or left over when one head's weights feed another
+# What may be new, or left over, when one head's weights feed another.
+HEADS = [("decoder.",), ("classifier.", "fc_norm.")]
+ARGUMENTS = ["noise", "mask_ratio", "interpolate_pos_encoding", "output_skips", "return_loss", "return_logits"]
+FINAL_NORM = ("layernorm.weight", "layernorm.bias")
 
 
 @dataclass
@@ -85,7 +91,7 @@ def select_rows(tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """`tokens[b, ids[b]]` for every image b; one index per row is twice as fast as a gather with one per element."""
     batch_size, length, hidden_size = tokens.shape
     rows = ids + length * torch.arange(batch_size, device=ids.device).unsqueeze(1)
-    return tokens.flatten(0, 1).index_select(0, rows.flatten()).view(batch_size, -1, hidden_size)
+    return tokens.flatten(0, 1).index_select(0, rows.flatten()).view(*ids.shape, hidden_size)
 
 
 def pool(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
@@ -93,6 +99,27 @@ def pool(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
     if pooling == "cls":
         return tokens[:, 0]
     return tokens.mean(dim=1) if pooling == "mean" else tokens[:, 1:].mean(dim=1)
+
+
+def refuse_misplaced(arguments: dict, owner: nn.Module) -> None:
+    """Refuses arguments of this family that the owner does not take, well spelt or nearly so.
+
+    Other keyword arguments flow down to the attention kernels, which ignore what they do not know.
+    """
+    for name in arguments:
+        nearest = difflib.get_close_matches(name, ARGUMENTS, 1, 0.8) if not torch.compiler.is_compiling() else ()
+        if name in ARGUMENTS or nearest:
+            hint = "" if name in ARGUMENTS else f"; did you mean `{nearest[0]}`?"
+            raise TypeError(f"{type(owner).__name__}.forward() has no argument `{name}`{hint}")
+
+
+def is_untouched(module: nn.Module, expected_class: type) -> bool:
+    """Whether calling the module is nothing but its class's `forward`.
+
+    Adapters, quantisation, sharding, offloading and observers replace a module or hook its call.
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is expected_class and "forward" not in module.__dict__ and not any(hooks)
 
 
 def shortcut_sum(
@@ -136,11 +163,11 @@ class DecayedViTMAEEmbeddings(nn.Module):
             return torch.cat([cls_tokens, patches], dim=1), None, None
 
         mask_ratio = self.config.mask_ratio if mask_ratio is None else mask_ratio
-        num_visible = int(num_patches * (1 - mask_ratio))
-        if not 0.0 <= mask_ratio < 1.0 or num_visible == 0:
+        if not 0.0 <= mask_ratio < 1.0 or int(num_patches * (1 - mask_ratio)) == 0:
             raise ValueError(
                 f"`mask_ratio` must lie in [0, 1) and leave at least one of {num_patches} patches, got {mask_ratio}."
             )
+        num_visible = int(num_patches * (1 - mask_ratio))
         if noise is None:
             noise = torch.rand(batch_size, num_patches, device=pixel_values.device)
         elif noise.shape != (batch_size, num_patches):
@@ -160,9 +187,7 @@ class DecayedViTMAEEmbeddings(nn.Module):
     def embed_visible(self, pixel_values: torch.Tensor, ids_keep: torch.Tensor) -> torch.Tensor:
         """Embeds the patches `ids_keep` and no others."""
         projection = self.patch_embeddings.projection
-        # Adapters, quantisation, sharding and offloading replace the module or hook its call; then only the call is right.
-        wrapped = "forward" in projection.__dict__ or projection._forward_hooks or projection._forward_pre_hooks
-        if type(projection) is not nn.Conv2d or wrapped:
+        if not (is_untouched(self.patch_embeddings, ViTMAEPatchEmbeddings) and is_untouched(projection, nn.Conv2d)):
             return select_rows(self.patch_embeddings(pixel_values), ids_keep)
         patch_height, patch_width = self.patch_embeddings.patch_size
         patches = pixel_values.unfold(2, patch_height, patch_height).unfold(3, patch_width, patch_width)
@@ -331,7 +356,7 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
     """Initialisation, loading and saving shared by the encoder and its heads."""
 
     config: DecayedViTMAEConfig
-    _no_split_modules = ["DecayedViTMAEEmbeddings", "DecayedViTMAELayer", "DecayedViTMAESkip"]
+    _no_split_modules = ["DecayedViTMAEEmbeddings", "DecayedViTMAELayer"]
 
     def __init__(self, config: DecayedViTMAEConfig):
         if config.model_type != DecayedViTMAEConfig.model_type:
@@ -375,53 +400,88 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
         Weights must be safetensors and must fill the encoder; a head may be new, but not half loaded. Anything else is
         an error that lists the keys. Arguments are those of `PreTrainedModel.from_pretrained`.
         """
-        if pretrained_model_name_or_path is not None and not isinstance(kwargs.get("config"), PreTrainedConfig):
-            source, _ = PreTrainedConfig.get_config_dict(
-                kwargs.get("config") or pretrained_model_name_or_path, **kwargs
-            )
-            if source.get("model_type") == "vit_mae":
-                kwargs.setdefault("key_mapping", VIT_MAE_KEY_MAPPING)
-        kwargs.setdefault("use_safetensors", True)
+        source = pretrained_model_name_or_path
+        if kwargs.setdefault("use_safetensors", True) is not True:
+            raise ValueError("`use_safetensors` must be True: pickled weights are read by `hf-decayed convert` only.")
+        source_type = cls.config_class.model_type
+        if source is not None:
+            try:
+                source_type = PreTrainedConfig.get_config_dict(source, **kwargs)[0].get("model_type")
+            except OSError:
+                if "config" not in kwargs:
+                    raise
+        if source_type == "vit_mae":
+            kwargs.setdefault("key_mapping", VIT_MAE_KEY_MAPPING)
         try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-            )
+            model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise OSError(
-                f"The weights of '{pretrained_model_name_or_path}' are damaged or incomplete ({error}): fetch them again."
+                f"The weights of '{source}' are damaged or incomplete ({error}): fetch them again."
             ) from error
-        model._check_loaded_keys(pretrained_model_name_or_path, **info)
+        except OSError as error:
+            if source is not None and os.path.exists(os.path.join(source, "pytorch_model.bin")):
+                raise OSError(
+                    f"'{source}' holds pickled weights, not safetensors; `hf-decayed convert --from vit-mae` reads those."
+                ) from error
+            raise
+        model._check_loaded_keys(source, source_type, **info)
         return (model, info) if output_loading_info else model
 
-    def _check_loaded_keys(self, source, missing_keys, unexpected_keys, **info):
-        own_heads = [head for head in HEADS if hasattr(self, head.rstrip("."))]
-        new_heads = [
-            head for head in own_heads if all(key in missing_keys for key in self.state_dict() if key.startswith(head))
-        ]
-        foreign_heads = [head for head in HEADS if head not in own_heads]
-        missing = [key for key in missing_keys if not key.startswith(tuple(new_heads))]
-        unexpected = [key for key in unexpected_keys if not key.startswith(tuple(foreign_heads))]
-        if not self.config.final_norm:
-            # Fine-tuning drops the encoder's last norm for one after pooling.
-            unexpected = [key for key in unexpected if key.split(".")[-2:-1] != ["layernorm"]]
+    def _check_loaded_keys(self, source, source_type, missing_keys, unexpected_keys, mismatched_keys=(), **info):
+        mismatched = [key if isinstance(key, str) else key[0] for key in mismatched_keys]
+        # `ignore_mismatched_sizes` is for a classifier with other labels, not for anything else.
+        absent = {*missing_keys, *(key for key in mismatched if not key.startswith("classifier."))}
+        # A head is loaded whole or is new as a whole; a head of another class is left aside.
+        own = {prefix for head in HEADS for prefix in head if hasattr(self, prefix.rstrip("."))}
+        new = {
+            prefix
+            for head in HEADS
+            for prefix in head
+            if all(key in absent for key in self.state_dict() if key.startswith(head))
+        }
+        foreign = {prefix for head in HEADS for prefix in head} - own
+        missing = [key for key in absent if not key.startswith(tuple(new))]
+        unexpected = [key for key in unexpected_keys if not key.startswith(tuple(foreign))]
+        if "classifier." in own & new and not self.config.final_norm:
+            # A new classifier may take the encoder without its last norm: it has one of its own, after pooling.
+            unexpected = [key for key in unexpected if key.removeprefix("vit.") not in FINAL_NORM]
+        if "decoder." in own & new:
+            if source_type != self.config_class.model_type:
+                missing += [key for key in absent if key.startswith("decoder.")]
+            else:
+                warnings.warn(f"'{source}' holds no decoder: it starts untrained.", stacklevel=3)
         if missing or unexpected:
             raise ValueError(
-                f"The weights of '{source}' do not fit {type(self).__name__}. Missing: {sorted(missing) or 'none'}. "
-                f"Unexpected: {sorted(unexpected) or 'none'}. `hf-decayed convert` reads other formats."
+                f"The weights of '{source}' do not fit {type(self).__name__}. Missing or of another shape: "
+                f"{sorted(missing) or 'none'}. Unexpected: {sorted(unexpected) or 'none'}. "
+                "`hf-decayed convert` reads other formats; other image sizes need `interpolate_pos_encoding=True`, no new table."
             )
 
-    def save_pretrained(self, save_directory, *args, is_main_process=True, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process=True, *args, push_to_hub=False, **kwargs):
         """Writes weights, config, image processor and this code, so that any `Auto` class loads the folder.
 
-        Arguments are those of `PreTrainedModel.save_pretrained`. A processor already in the folder is kept.
+        Arguments are those of `PreTrainedModel.save_pretrained`. A processor for this image size that is already in the
+        folder is kept.
         """
+        encoder = getattr(self, "vit", self)
+        if self.config.residual_form == "decay" and self.config.shortcut_schedule != "learned":
+            if encoder.shortcut_alphas() != self.config.shortcut_alphas():
+                raise ValueError(
+                    "The config's shortcut fields have changed since the model was built: saved, it would be another network."
+                )
+        if push_to_hub:  # uploads a fresh copy, so that nothing of an older save goes along and nothing is left out
+            repository = kwargs.pop("repo_id", None) or os.path.basename(os.path.normpath(save_directory))
+            self.save_pretrained(save_directory, is_main_process)
+            return self.push_to_hub(repository, **kwargs)
         self.config.auto_map = dict(AUTO_MAP)
         kwargs.setdefault("save_original_format", False)  # our names, whatever names the weights were loaded from
         if is_main_process:
             os.makedirs(save_directory, exist_ok=True)
-            if not os.path.exists(os.path.join(save_directory, "preprocessor_config.json")):
-                image_processor(self.config).save_pretrained(save_directory)
-        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
+            processor = image_processor(self.config)
+            path = os.path.join(save_directory, "preprocessor_config.json")
+            if not os.path.exists(path) or image_size_of(path) != processor.size:
+                processor.save_pretrained(save_directory)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
 
 class DecayedViTMAEModel(DecayedViTMAEPreTrainedModel, ViTMAEModel):
@@ -437,9 +497,9 @@ class DecayedViTMAEModel(DecayedViTMAEPreTrainedModel, ViTMAEModel):
                 attention_alpha = mlp_alpha = math.sqrt(0.5)
             if config.shortcut_schedule == "learned":
                 if config.shortcut_scope in ("both", "attention"):
-                    attention_alpha = nn.Parameter(torch.ones(()))
+                    attention_alpha = nn.Parameter(torch.ones(1))
                 if config.shortcut_scope in ("both", "mlp"):
-                    mlp_alpha = nn.Parameter(torch.ones(()))
+                    mlp_alpha = nn.Parameter(torch.ones(1))
             self.layers.append(DecayedViTMAELayer(config, attention_alpha, mlp_alpha, branch_scale))
         self.layernorm = (
             nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.final_norm else nn.Identity()
@@ -449,7 +509,7 @@ class DecayedViTMAEModel(DecayedViTMAEPreTrainedModel, ViTMAEModel):
     def shortcut_alphas(self) -> list[tuple[float, float]]:
         """`(attention_alpha, mlp_alpha)` of every layer as they are now, learned ones included."""
         alphas = [(layer.attention_alpha, layer.mlp_alpha) for layer in self.layers]
-        return [(torch.as_tensor(attention).item(), torch.as_tensor(mlp).item()) for attention, mlp in alphas]
+        return [tuple(alpha.item() if isinstance(alpha, torch.Tensor) else alpha for alpha in pair) for pair in alphas]
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
@@ -476,34 +536,37 @@ class DecayedViTMAEModel(DecayedViTMAEPreTrainedModel, ViTMAEModel):
         output_skips (`bool`, *optional*, defaults to `False`):
             Return what the decoder's skips take.
         """
+        refuse_misplaced(kwargs, self)
         hidden_states, mask, ids_restore = self.embeddings(
             pixel_values, noise=noise, mask_ratio=mask_ratio, interpolate_pos_encoding=interpolate_pos_encoding
         )
         attention_mask = create_bidirectional_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
         )
-        layer_outputs = []
-        for layer in self.layers:
+        skips = []
+        for index, layer in enumerate(self.layers):
             hidden_states = layer(hidden_states, attention_mask, **kwargs)
-            layer_outputs.append(hidden_states)
+            if output_skips and index % 2 == 1:
+                skips.append(hidden_states)
         sequence_output = self.layernorm(hidden_states)
-
-        skips = None
         if output_skips:
             # The deepest skip is the encoder's output, so a final norm is trained even when nothing else reads it.
-            layer_outputs[-1] = sequence_output
-            skips = tuple(layer_outputs[::-2][: self.config.num_skips])
+            skips = [sequence_output, *skips[-2::-1]][: self.config.num_skips]
         return DecayedViTMAEModelOutput(
             last_hidden_state=sequence_output,
             mask=mask,
             ids_restore=ids_restore,
             pooler_output=pool(sequence_output, self.config.pooling),
-            skips=skips,
+            skips=tuple(skips) if output_skips else None,
         )
 
 
 class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTraining):
     """Encoder and decoder for masked-autoencoder pretraining. It always masks, in training and in evaluation."""
+
+    _no_split_modules = ["DecayedViTMAEEmbeddings", "DecayedViTMAELayer", "DecayedViTMAEDecoder"]
+    # The loss is a mean over this batch: `Trainer` must go on dividing it by the accumulation steps.
+    accepts_loss_kwargs = False
 
     def __init__(self, config: DecayedViTMAEConfig):
         super().__init__(config)
@@ -558,9 +621,10 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
             Predicted patches of the whole image, in patch order. `False` predicts the removed patches only, which is
             all that the loss needs.
         """
+        refuse_misplaced(kwargs, self)
         mask_ratio = self.config.mask_ratio if mask_ratio is None else mask_ratio
         grid_size = self.vit.embeddings.patch_grid(pixel_values, interpolate_pos_encoding)
-        if int(math.prod(grid_size) * (1 - mask_ratio)) >= math.prod(grid_size):
+        if 0.0 <= mask_ratio < 1.0 and int(math.prod(grid_size) * (1 - mask_ratio)) == math.prod(grid_size):
             raise ValueError(
                 f"`mask_ratio` must remove at least one of {math.prod(grid_size)} patches, got {mask_ratio}."
             )
@@ -571,6 +635,7 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
             interpolate_pos_encoding=interpolate_pos_encoding,
             attention_mask=attention_mask,
             output_skips=True,
+            return_dict=True,
             **kwargs,
         )
         num_visible = outputs.last_hidden_state.shape[1] - 1
@@ -584,16 +649,18 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
         loss = None
         if return_loss:
             ids_masked = outputs.ids_restore.argsort(dim=1)[:, num_visible:]
-            target = select_rows(self.patchify(pixel_values, interpolate_pos_encoding), ids_masked).float()
+            target = select_rows(self.patchify(pixel_values, interpolate_pos_encoding), ids_masked)
+            # In float32 at least, and where the decoder is, which may be another device than the image's.
+            target = target.to(predicted.device, torch.promote_types(predicted.dtype, torch.float32))
             if self.config.norm_pix_loss:
                 variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
                 target = (target - mean) / (variance + 1.0e-6) ** 0.5
             # Every image loses as many patches, so this is the mean over removed patches of their pixels' mean.
-            loss = F.mse_loss(predicted[:, -ids_masked.shape[1] :].float(), target)
+            loss = F.mse_loss(predicted[:, -ids_masked.shape[1] :].to(target.dtype), target)
 
         return ViTMAEForPreTrainingOutput(
             loss=loss,
-            logits=select_rows(predicted, outputs.ids_restore) if return_logits else None,
+            logits=select_rows(predicted, outputs.ids_restore.to(predicted.device)) if return_logits else None,
             mask=outputs.mask,
             ids_restore=outputs.ids_restore,
             hidden_states=outputs.hidden_states,
@@ -628,10 +695,12 @@ class DecayedViTMAEForImageClassification(DecayedViTMAEPreTrainedModel):
         labels (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
             Classes in [0, `config.num_labels`) for a cross-entropy loss; floats with one label give a regression.
         """
+        refuse_misplaced(kwargs, self)
         outputs = self.vit(
             pixel_values,
             interpolate_pos_encoding=interpolate_pos_encoding,
             attention_mask=attention_mask,
+            return_dict=True,
             **kwargs,
         )
         logits = self.classifier(self.fc_norm(outputs.pooler_output))
@@ -657,7 +726,10 @@ class DecayedViTMAEBackbone(BackboneMixin, DecayedViTMAEModel):
     @can_return_tuple
     @filter_output_hidden_states
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
-        outputs = DecayedViTMAEModel.forward(self, pixel_values, interpolate_pos_encoding=True, **kwargs)
+        refuse_misplaced(kwargs, self)
+        outputs = DecayedViTMAEModel.forward(
+            self, pixel_values, interpolate_pos_encoding=True, return_dict=True, **kwargs
+        )
         grid_size = self.embeddings.patch_grid(pixel_values, interpolate_pos_encoding=True)
         feature_maps = tuple(
             self.layernorm(hidden_states)[:, 1:].transpose(1, 2).unflatten(2, grid_size).contiguous()
@@ -667,6 +739,12 @@ class DecayedViTMAEBackbone(BackboneMixin, DecayedViTMAEModel):
         return BackboneOutput(
             feature_maps=feature_maps, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+
+def image_size_of(path: str) -> dict | None:
+    """The size that a saved processor resizes to."""
+    with open(path) as file:
+        return json.load(file).get("size")
 
 
 def image_processor(config: DecayedViTMAEConfig):
@@ -683,6 +761,7 @@ def image_processor(config: DecayedViTMAEConfig):
         resample=PILImageResampling.BICUBIC,
         image_mean=list(mean),
         image_std=list(std),
+        do_convert_rgb=config.num_channels == 3,
     )
 
 

@@ -99,6 +99,12 @@ def suggest_shortcut_decay(
     """
     if not 0.0 < target <= 1.0:
         raise ValueError(f"`target` must lie in (0, 1], got {target}.")
+    smallest = effective_decay(num_layers, 0.0, schedule, granularity, scope)
+    if smallest > target:
+        raise ValueError(
+            f"{num_layers} layers with scope {scope!r} and schedule {schedule!r} cannot reach an effective decay of "
+            f"{target}: even `shortcut_decay=0` gives {smallest:.2g}."
+        )
     low, high = 0.0, 1.0
     for _ in range(50):  # the product grows with the decay, so halving the interval closes in on the one solution
         middle = (low + high) / 2.0
