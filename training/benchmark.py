@@ -1,6 +1,8 @@
 """Speed against named peers, in one run.
 
-    python training/benchmark.py models
+    python training/benchmark.py models      MAE step and features against transformers' ViTMAE
+    python training/benchmark.py data        a step with real images over one with synthetic images; against `Trainer`
+    python training/benchmark.py training    images a second and share of the machine's peak
     python training/benchmark.py models --sizes tiny --rounds 9 --output model_cards/results/benchmark_models.json
 
 Variants take turns inside each round, so that a busy machine slows them alike; what counts is the ratio to the peer
@@ -9,20 +11,26 @@ within a round. Printed: images a second (median), ratio (median, smallest and l
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
 import hf_decayed
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed.data import Augmentation, EpochBatches, TrainingImages, crop_boxes, load_splits
 from hf_decayed.models.modeling_decayed_vit_mae import select_rows
 
 
@@ -75,37 +83,31 @@ KINDS_OF_WORK = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    models = commands.add_parser("models", help="MAE pretraining step and features against transformers' ViTMAE")
-    models.add_argument("--sizes", default="tiny,base", help="comma-separated, of: tiny, base (ViT-B/16, 224 px)")
-    models.add_argument("--batch_size", type=int, help="instead of each size's own")
-    models.add_argument("--rounds", type=int, default=7, help="timed rounds; each runs every variant once")
-    models.add_argument(
-        "--threads", type=int, default=1, help="threads on CPU; 1 is timed in CPU seconds, the steadiest"
+    parser.add_argument("command", choices=["models", "data", "training"])
+    parser.add_argument(
+        "--sizes", default="tiny,base", help="models: comma-separated, of tiny, base (ViT-B/16, 224 px)"
     )
-    models.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    models.add_argument(
+    parser.add_argument("--batch_size", type=int, help="instead of each size's own")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds; each runs every variant once")
+    parser.add_argument("--steps", type=int, default=4, help="data: training steps in a round")
+    parser.add_argument("--threads", type=int, default=1, help="on CPU; 1 is timed in CPU seconds, the steadiest")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
         "--dtype",
         default="float32",
         choices=["float32", "bfloat16", "float16"],
         help="ours: autocast in training, weights for features; the peer keeps float32",
     )
-    models.add_argument("--compile", action="store_true", help="compile our variants")
-    models.add_argument("--attention", default="sdpa", help="kernel of our variants; the peer keeps its default")
-    models.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument("--compile", action="store_true", help="compile our variants")
+    parser.add_argument("--attention", default="sdpa", help="kernel of our variants; the peer keeps its default")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     unknown = set(arguments.sizes.split(",")) - SIZES.keys()
     if unknown:
         parser.error(f"--sizes knows {', '.join(SIZES)}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(arguments.threads)
-    results = benchmark_models(arguments)
-    print(render(results))
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
-
-
-def benchmark_models(arguments) -> dict:
+    torch.manual_seed(0)
+    benchmark = {"models": benchmark_models, "data": benchmark_data, "training": benchmark_training}[arguments.command]
     results = {
         "command": " ".join(["python", "training/benchmark.py", *(Path(word).name for word in sys.argv[1:])]),
         "machine": f"{platform.machine()} {arguments.device}, {arguments.threads} thread(s)",
@@ -117,10 +119,17 @@ def benchmark_models(arguments) -> dict:
             "python": platform.python_version(),
         },
         "seed": 0,
-        "tables": [],
+        "tables": benchmark(arguments),
     }
+    print(render(results))
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def benchmark_models(arguments) -> list[dict]:
+    tables = []
     for name in arguments.sizes.split(","):
-        torch.manual_seed(0)
         size = SIZES[name]
         batch_size = arguments.batch_size or size["batch_size"]
         models = build_models(size["fields"], arguments)
@@ -140,20 +149,112 @@ def benchmark_models(arguments) -> dict:
             "loss alone", loss_only, images, arguments, return_logits=False
         )
         title = f"{name}: pretraining step, batch {batch_size}"
-        results["tables"].append(take_turns(title, steps, batch_size, arguments))
-        results["tables"][-1]["time goes to (%)"] = {label: where_time_goes(steps[label]) for label in models}
+        tables.append(take_turns(title, steps, batch_size, arguments))
+        tables[-1]["time goes to (%)"] = {label: where_time_goes(steps[label]) for label in models}
 
         encoders = {label: features(label, model, images, arguments) for label, model in models.items()}
         title = f"{name}: features of whole images, batch {batch_size}"
-        results["tables"].append(take_turns(title, encoders, batch_size, arguments))
+        tables.append(take_turns(title, encoders, batch_size, arguments))
 
         tokens = torch.randn(
             batch_size, (side // models[PEER].config.patch_size) ** 2, 128, device=arguments.device, requires_grad=True
         )
-        results["tables"].append(
-            take_turns(f"{name}: choosing a quarter of the rows", rows(tokens), len(tokens), arguments)
+        tables.append(take_turns(f"{name}: choosing a quarter of the rows", rows(tokens), len(tokens), arguments))
+    return tables
+
+
+def benchmark_data(arguments) -> list[dict]:
+    """The tiny model on the bundled images: what loading costs, and the whole loop against `Trainer`'s."""
+    batch_size = arguments.batch_size or 128
+    fields = {**SIZES["tiny"]["fields"], "num_channels": 1}
+    models = build_models(fields, arguments)
+    config = models["default, 0.6"].config
+    train, _, _ = load_splits()
+    augmentation = Augmentation((32, 32), 1, math.prod(config.grid_size), mean=[0.449], std=[0.226], seed=0)
+    images = TrainingImages(train, "image", augmentation)
+    images_per_round = arguments.steps * batch_size
+
+    def ours(label, synthetic):
+        step = pretraining_step(label, models[label], None, arguments, return_logits=False)
+        batches = EpochBatches(len(images), batch_size, 0, 0, 10**9)
+        loader = iter(torch.utils.data.DataLoader(images, batch_sampler=batches, collate_fn=lambda batch: batch))
+        batch = next(loader)
+
+        def run():
+            for _ in range(arguments.steps):
+                step(
+                    **{
+                        name: each.to(arguments.device)
+                        for name, each in (batch if synthetic else next(loader)).items()
+                    }
+                )
+
+        return run
+
+    table = take_turns(
+        f"tiny, batch {batch_size}: images in memory, cropped and flipped, against one batch over and over",
+        {"default, 0.6, synthetic": ours("default, 0.6", True), "default, 0.6, real": ours("default, 0.6", False)},
+        images_per_round,
+        arguments,
+    )
+
+    def pillow_transform(rows):
+        pixels = []
+        for image in rows["image"]:
+            draws = np.random.random((1, 24))
+            top, left, height, width = crop_boxes(draws, image.height, image.width, (0.2, 1.0))[0]
+            image = image.resize((32, 32), Image.Resampling.BICUBIC, (left, top, left + width, top + height))
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draws[0, 22] < 0.5 else image
+            pixels.append((torch.from_numpy(np.array(image, dtype=np.float32))[None] / 255 - 0.449) / 0.226)
+        return {"pixel_values": pixels}
+
+    def trainer():
+        training_arguments = transformers.TrainingArguments(
+            tempfile.gettempdir(),
+            max_steps=arguments.steps,
+            per_device_train_batch_size=batch_size,
+            remove_unused_columns=False,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=arguments.device == "cpu",
         )
-    return results
+        dataset = train.with_transform(pillow_transform)
+        transformers.Trainer(models[PEER], training_arguments, train_dataset=dataset).train()
+
+    end_to_end = take_turns(
+        f"tiny, batch {batch_size}: images, step and optimizer together",
+        {"transformers ViTMAE in Trainer": trainer}
+        | {label: ours(label, False) for label in ("plain preset", "default, 0.6")},
+        images_per_round,
+        arguments,
+    )
+    return [table, end_to_end]
+
+
+def benchmark_training(arguments) -> list[dict]:
+    """Images a second of whole training steps, and what part of the machine's matrix-product peak they reach."""
+    tables = []
+    dtype = getattr(torch, arguments.dtype)
+    left, right = (torch.randn(2048, 2048, device=arguments.device, dtype=dtype) for _ in range(2))
+    for name in arguments.sizes.split(","):
+        fields, batch_size = SIZES[name]["fields"], arguments.batch_size or SIZES[name]["batch_size"]
+        side = fields.get("image_size", 224)
+        images = torch.randn(batch_size, 3, side, side, device=arguments.device)
+        models = build_models(fields, arguments)
+        steps = {label: pretraining_step(label, model, images, arguments) for label, model in models.items()}
+        table = take_turns(f"{name}: pretraining step, batch {batch_size}", steps, batch_size, arguments)
+        peak = take_turns("peak", {"matrix product": lambda: left @ right}, 2 * 2048**3, arguments)
+        peak = peak["rows"]["matrix product"]["images per second"]
+        for label, step in steps.items():
+            with FlopCounterMode(display=False) as counter:
+                step()
+            operations = counter.get_total_flops() / batch_size
+            row = table["rows"][label]
+            row["MFU (%)"] = round(100 * row["images per second"] * operations / peak, 1)
+        table["peak (GFLOP/s)"] = round(peak / 1e9)
+        tables.append(table)
+    return tables
 
 
 def build_models(fields: dict, arguments) -> dict[str, torch.nn.Module]:
@@ -176,9 +277,10 @@ def pretraining_step(label, model, images, arguments, **forward_arguments):
     forward = torch.compile(model) if arguments.compile and ours else model
     dtype = getattr(torch, arguments.dtype)
 
-    def step():
-        with torch.autocast(images.device.type, dtype, enabled=ours and dtype != torch.float32):
-            loss = forward(images, **forward_arguments).loss
+    def step(**batch):
+        batch = batch or {"pixel_values": images}
+        with torch.autocast(arguments.device, dtype, enabled=ours and dtype != torch.float32):
+            loss = forward(**batch, **forward_arguments).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -263,10 +365,13 @@ def render(results: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines += [f"{results['machine']}, {results['dtype']}; {versions}", ""]
     for table in results["tables"]:
-        lines += [f"**{table['title']}**", "", "| | images/s | times the first | spread |", "|---|---|---|---|"]
+        mfu = f" | MFU (%) of {table['peak (GFLOP/s)']} GFLOP/s" if "peak (GFLOP/s)" in table else ""
+        lines += [f"**{table['title']}**", "", f"| | images/s | times the first | spread{mfu} |"]
+        lines.append("|---" * (5 if mfu else 4) + "|")
         for label, row in table["rows"].items():
             spread = f"{row['smallest']:.2f}-{row['largest']:.2f}"
-            lines.append(f"| {label} | {row['images per second']:g} | {row['ratio']:.2f} | {spread} |")
+            share = f" | {row['MFU (%)']:.0f}" if mfu else ""
+            lines.append(f"| {label} | {row['images per second']:g} | {row['ratio']:.2f} | {spread}{share} |")
         lines.append("")
         if shares := table.get("time goes to (%)"):
             kinds = [kind for kind in next(iter(shares.values())) if any(row[kind] >= 0.5 for row in shares.values())]

@@ -1,0 +1,69 @@
+"""Pictures of a run: reconstructions, and curves over steps."""
+
+from pathlib import Path
+
+import matplotlib
+import torch
+
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+
+
+@torch.no_grad()
+def reconstructions(model, pixel_values: torch.Tensor, noise: torch.Tensor, mean: list[float], std: list[float]):
+    """Original, masked and reconstructed images in [0, 1], `(number, height, width, channels)` each.
+
+    Where the model predicts normalised patches, each prediction gets the mean and deviation of the patch it stands for:
+    such a model does not know them. Visible patches are shown as they are.
+    """
+    outputs = model(pixel_values, noise=noise)
+    size = tuple(pixel_values.shape[2:])
+    target = model.patchify(pixel_values)
+    predicted = outputs.logits.float()
+    if model.config.norm_pix_loss:
+        variance, average = torch.var_mean(target, dim=-1, keepdim=True)
+        predicted = predicted * (variance + 1.0e-6) ** 0.5 + average
+    hidden = outputs.mask.bool().unsqueeze(-1)
+    centre, width = (torch.tensor(values, device=pixel_values.device).view(1, -1, 1, 1) for values in (mean, std))
+    grey = model.patchify(((0.5 - centre) / width).expand_as(pixel_values))
+    patches = (target, torch.where(hidden, grey, target), torch.where(hidden, predicted, target))
+    images = [model.unpatchify(each, size) * width + centre for each in patches]
+    return [image.clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy() for image in images]
+
+
+def save_reconstructions(path: Path, original, masked, reconstructed, normalised: bool) -> None:
+    """One column per image: original, what the encoder saw, reconstruction."""
+    figure, axes = pyplot.subplots(3, len(original), figsize=(1.1 * len(original), 3.9), squeeze=False)
+    for row, images in zip(axes, (original, masked, reconstructed)):
+        for axis, image in zip(row, images):
+            axis.imshow(image.squeeze(-1) if image.shape[-1] == 1 else image, cmap="gray", vmin=0, vmax=1)
+            axis.set(xticks=[], yticks=[])
+    for row, label in zip(axes, ("original", "visible", "reconstruction")):
+        row[0].set_ylabel(label)
+    note = "masked patches: prediction at the target patch's own mean and deviation" if normalised else ""
+    figure.supxlabel(note, fontsize=8)
+    figure.tight_layout(pad=0.4)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def save_curves(path: Path, records: list[dict]) -> None:
+    """Loss, effective rank, encoder norm and kNN accuracy over steps; what was not measured is left out."""
+    names = {
+        "loss": "reconstruction loss",
+        "encoder_norm": "encoder output norm",
+        "effective_rank": "effective rank (entropy)",
+        "knn_accuracy": "kNN accuracy",
+    }
+    series = {name: [(each["step"], each[name]) for each in records if each.get(name) is not None] for name in names}
+    shown = [name for name in names if series[name]]
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(3.4 * len(shown), 2.7), squeeze=False)
+    for axis, name in zip(axes[0], shown):
+        steps, values = zip(*series[name])
+        axis.plot(steps, values, marker="o" if len(steps) < 20 else None, markersize=3, linewidth=1.2)
+        axis.set(title=names[name], xlabel="step")
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

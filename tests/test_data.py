@@ -1,0 +1,213 @@
+"""Data: draws keyed by sample, crops as Pillow makes them, images of every kind, errors in one sentence."""
+
+import io
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from hf_decayed.data import (
+    Augmentation,
+    DataError,
+    EpochBatches,
+    StreamedImages,
+    TrainingImages,
+    as_pixels,
+    crop_and_resize,
+    crop_boxes,
+    evaluation_images,
+    find_columns,
+    load_splits,
+    sample_generator,
+)
+
+
+def png(pixels, mode=None, **save):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels, mode).save(buffer, "PNG", **save)
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def image_table(sizes, channels=3):
+    random = np.random.default_rng(0)
+    shapes = [(*size, channels) if channels == 3 else size for size in sizes]
+    rows = [png(random.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes]
+    features = Features({"picture": ImageFeature(), "kind": ClassLabel(names=["a", "b"])})
+    return Dataset.from_dict({"picture": rows, "kind": [i % 2 for i in range(len(rows))]}, features=features)
+
+
+def training_images(table, **options):
+    return TrainingImages(table, "picture", augmentation(), **options)
+
+
+def augmentation():
+    return Augmentation((16, 16), 3, num_patches=16, mean=[0.5] * 3, std=[0.25] * 3, seed=0)
+
+
+def test_draws_belong_to_the_sample():
+    first = sample_generator(3, 1, 17).random(200)
+    assert np.array_equal(first, sample_generator(3, 1, 17).random(200))
+    for other in ((4, 1, 17), (3, 2, 17), (3, 1, 18)):
+        assert not np.intersect1d(first, sample_generator(*other).random(200)).size
+
+
+def test_batched_crop_is_pillows():
+    """To one step of its rounding: Pillow rounds to bytes after each of the two passes."""
+    random = np.random.default_rng(0)
+    images = torch.from_numpy(random.integers(0, 256, (40, 3, 28, 36), dtype=np.uint8))
+    boxes = crop_boxes(random.random((40, 24)), 28, 36, (0.2, 1.0))
+    flips = torch.from_numpy(random.random(40) < 0.5)
+    for size in ((32, 32), (12, 20), (28, 36)):
+        ours = crop_and_resize(images, torch.from_numpy(boxes).float(), flips, size)
+        for image, (top, left, height, width), flip, result in zip(images, boxes, flips, ours):
+            pillow = Image.fromarray(image.permute(1, 2, 0).numpy())
+            pillow = pillow.resize(size[::-1], Image.Resampling.BICUBIC, (left, top, left + width, top + height))
+            expected = np.asarray(pillow)[:, ::-1] if flip else np.asarray(pillow)
+            assert np.abs(result.permute(1, 2, 0).numpy() - expected).max() < 2.0
+
+
+def test_crops_follow_the_distribution():
+    boxes = crop_boxes(np.random.default_rng(0).random((4000, 24)), 100, 100, (0.2, 1.0))
+    top, left, height, width = boxes.T
+    assert (top >= 0).all() and (left >= 0).all() and (top + height <= 100).all() and (left + width <= 100).all()
+    areas = height * width / 1e4
+    assert 0.18 < areas.min() < 0.25 and areas.max() > 0.95
+    assert 0.5 < areas.mean() < 0.6  # uniform areas, less the large ones that do not fit
+    assert 0.7 < (width / height).min() and (width / height).max() < 1.4
+
+
+def test_a_sliver_is_cropped_to_the_allowed_ratio():
+    boxes = crop_boxes(np.random.default_rng(0).random((10, 24)), 4, 400, (0.9, 1.0))
+    assert (boxes == [0, (400 - 5) // 2, 4, 5]).all()
+
+
+def test_memory_and_on_demand_see_the_same_images():
+    table = image_table([(20, 24)] * 6)
+    memory, lazy = training_images(table), training_images(table, memory_limit=0)
+    assert memory.memory is not None and lazy.memory is None
+    keys = [(0, 5), (0, 1), (3, 1)]
+    first, second = memory.__getitems__(keys), lazy.__getitems__(keys)
+    assert torch.equal(first["noise"], second["noise"])
+    assert (first["pixel_values"] - second["pixel_values"]).abs().max() < 2 / 255 / 0.25
+    assert not torch.equal(first["pixel_values"][1], first["pixel_values"][2])  # another epoch, another crop
+    alone = memory.__getitems__([(3, 1)])
+    torch.testing.assert_close(alone["pixel_values"][0], first["pixel_values"][2])
+    assert first["pixel_values"].shape == (3, 3, 16, 16) and first["noise"].shape == (3, 16)
+
+
+def test_images_of_many_sizes_are_decoded_on_demand():
+    images = training_images(image_table([(20, 24), (1, 1), (90, 3)]))
+    assert images.memory is None
+    assert torch.isfinite(images.__getitems__([(0, 0), (0, 1), (0, 2)])["pixel_values"]).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_repeats_itself_exactly(workers):
+    """Two readings of a shuffled stream are the same, over the end of an epoch; epochs differ."""
+    table = image_table([(9, 9)] * 10).to_iterable_dataset(num_shards=2)
+
+    def read():
+        stream = StreamedImages(table, "picture", augmentation(), batch_size=4, buffer_size=5)
+        return list(itertools.islice(torch.utils.data.DataLoader(stream, batch_size=None, num_workers=workers), 6))
+
+    first, second = read(), read()
+    for one, other in zip(first, second):
+        assert torch.equal(one["pixel_values"], other["pixel_values"]) and torch.equal(one["noise"], other["noise"])
+    assert first[0]["pixel_values"].shape == (4, 3, 16, 16)
+    assert not torch.equal(first[0]["noise"], first[5]["noise"])
+
+
+def test_batches_cover_every_epoch_once_and_start_anywhere():
+    batches = list(EpochBatches(10, 3, seed=1, first_step=0, last_step=9))
+    for epoch in range(3):
+        indices = [index for batch in batches[3 * epoch : 3 * epoch + 3] for _, index in batch]
+        assert len(set(indices)) == 9 and all(key[0] == epoch for key in batches[3 * epoch])
+    assert batches[0] != batches[3]
+    assert list(EpochBatches(10, 3, seed=1, first_step=4, last_step=9)) == batches[4:]
+    with pytest.raises(DataError, match="batch of 11 images needs as many; there are 10"):
+        EpochBatches(10, 11, 0, 0, 1)
+
+
+def test_every_kind_of_image():
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    colour = np.stack([grey, 2 * grey, 3 * grey], -1)
+    assert np.array_equal(as_pixels(Image.fromarray(grey), 3), np.stack([grey] * 3, -1))
+    assert np.array_equal(as_pixels(Image.fromarray(colour), 3), colour)
+    assert as_pixels(Image.fromarray(colour), 1).shape == (8, 8, 1)
+    see_through = np.concatenate([colour, np.zeros((8, 8, 1), np.uint8)], -1)
+    assert (as_pixels(Image.fromarray(see_through), 3) == 255).all()  # transparent is white
+    palette = Image.fromarray(colour).convert("P")
+    assert as_pixels(palette, 3).shape == (8, 8, 3)
+    assert as_pixels(Image.fromarray(colour).convert("CMYK"), 3).shape == (8, 8, 3)
+    deep = Image.fromarray(grey.astype(np.uint16) * 1000)
+    assert np.abs(as_pixels(deep, 1)[..., 0].astype(int) - (grey.astype(int) * 1000) // 257).max() <= 1
+    assert as_pixels(Image.fromarray(grey > 31), 1).max() == 255  # one bit
+    buffer = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera lay on its side
+    Image.fromarray(np.zeros((10, 20, 3), np.uint8)).save(buffer, "JPEG", exif=exif)
+    assert as_pixels(Image.open(buffer), 3).shape == (20, 10, 3)
+    with pytest.raises(DataError, match="1 or 3 channels; the model wants 4"):
+        as_pixels(Image.fromarray(colour), 4)
+
+
+def test_bad_images_stop_or_are_counted():
+    table = image_table([(8, 8)] * 4).cast_column("picture", ImageFeature(decode=False))
+    rows = table.to_list()
+    rows[2]["picture"] = {"bytes": b"not a picture", "path": "folder/broken.png"}
+    table = Dataset.from_list(rows, features=Features({"picture": ImageFeature(), "kind": Value("int64")}))
+    with pytest.raises(DataError, match=r"The image 'broken.png' \(row 2\) cannot be decoded .*on_bad_image skip"):
+        training_images(table)
+    memory = training_images(table, on_bad_image="skip")
+    assert len(memory) == 3 and memory.bad_images == 1
+    lazy = training_images(table, memory_limit=0)
+    with pytest.raises(DataError, match="broken.png"):
+        lazy.__getitems__([(0, 2)])
+    lazy = training_images(table, memory_limit=0, on_bad_image="skip")
+    assert lazy.__getitems__([(0, 2)])["pixel_values"].shape == (1, 3, 16, 16) and lazy.bad_images == 1
+    images, labels = evaluation_images(table, "picture", "kind", (16, 16), 3, on_bad_image="skip")
+    assert len(images) == len(labels) == 3
+
+
+def test_columns_are_found_by_type():
+    assert find_columns(image_table([(8, 8)])) == ("picture", "kind")
+    unlabelled = image_table([(8, 8)]).remove_columns("kind")
+    assert find_columns(unlabelled) == ("picture", None)
+    with pytest.raises(DataError, match="no column 'photo'; the columns are picture, kind"):
+        find_columns(image_table([(8, 8)]), image_column="photo")
+    with pytest.raises(DataError, match="Found 0 image columns among text"):
+        find_columns(Dataset.from_dict({"text": ["a"]}))
+
+
+def test_bundled_images():
+    train, test, name = load_splits()
+    assert (len(train), len(test), name) == (9000, 2000, "fashion_mnist_subset")
+    assert np.bincount(train["label"]).tolist() == [900] * 10 and np.bincount(test["label"]).tolist() == [200] * 10
+    assert find_columns(train) == ("image", "label")
+
+
+def test_paths(tmp_path):
+    table = image_table([(8, 8)] * 4)
+    table.to_parquet(tmp_path / "train.parquet")
+    table.save_to_disk(tmp_path / "arrow")
+    for kind in "ab":
+        (tmp_path / "folder" / "train" / kind).mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(tmp_path / "folder" / "train" / kind / "x.png")
+    for path, rows in (("train.parquet", 4), ("arrow", 4), ("folder", 2)):
+        train, test, name = load_splits(dataset_path=str(tmp_path / path))
+        assert len(train) == rows and test is None and name == path
+        assert find_columns(train)[0] in ("picture", "image")
+    with pytest.raises(DataError, match="There is nothing at"):
+        load_splits(dataset_path=str(tmp_path / "absent"))
+    with pytest.raises(DataError, match="neither a folder nor a file of kind .parquet, .arrow, .tar"):
+        (tmp_path / "x.zip").touch()
+        load_splits(dataset_path=str(tmp_path / "x.zip"))
+    with pytest.raises(DataError, match="no split 'dev'; it has train, test"):
+        load_splits(eval_split="dev")
+    with pytest.raises(DataError, match="'empty.parquet' could not be loaded, or is empty"):
+        table.select([]).to_parquet(tmp_path / "empty.parquet")
+        load_splits(dataset_path=str(tmp_path / "empty.parquet"))

@@ -1,0 +1,228 @@
+"""`training/mae.py`: it runs, it resumes to the last bit, it survives being killed, it tells what is wrong."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModel
+
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "training" / "mae.py"
+
+# Small enough for a second of training; accumulation, averaging and clipping are on, so that their state counts.
+RECIPE = {
+    "fields": {
+        "image_size": 16,
+        "patch_size": 4,
+        "num_channels": 1,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "decoder_hidden_size": 32,
+        "decoder_num_hidden_layers": 2,
+        "decoder_num_attention_heads": 4,
+        "decoder_intermediate_size": 64,
+        "hidden_dropout_prob": 0.1,
+        "norm_pix_loss": True,
+    },
+    "size": "small",
+    "max_train_samples": 72,
+    "batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "max_train_steps": 12,
+    "warmup_epochs": 1,
+    "base_learning_rate": 0.02,
+    "max_grad_norm": 1.0,
+    "ema_decay": 0.9,
+    "eval_train_samples": 60,
+    "eval_test_samples": 40,
+    "checkpointing_steps": 5,
+    "log_every": 2,
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+def command(recipe, output, *flags, processes=1):
+    launcher = [sys.executable, "-W", "ignore"]
+    if processes > 1:
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(processes),
+            "--master_port",
+            str(random.randint(20000, 40000)),
+        ]
+    return [*launcher, str(SCRIPT), "--recipe", str(recipe), "--output_dir", str(output), *map(str, flags)]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run(*arguments, code=0, **keywords):
+    result = subprocess.run(command(*arguments, **keywords), env=environment(), capture_output=True, text=True)
+    assert result.returncode == code, (result.stdout + result.stderr)[-3000:]
+    return result
+
+
+def weights(output):
+    return load_file(Path(output) / "model.safetensors")
+
+
+def assert_same_weights(first, second):
+    first, second = weights(first), weights(second)
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert different == []
+
+
+def losses(output):
+    records = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def test_a_run_and_its_resumption(recipe, tmp_path):
+    whole = run(recipe, tmp_path / "whole", "--eval_every", 6)
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    for name in ("loss", "knn_accuracy", "knn_accuracy_pixels", "knn_accuracy_untrained", "effective_rank"):
+        assert np.isfinite(results[name]), name
+        assert name in whole.stdout
+    assert {"command", "versions", "seed", "seconds", "dataset"} <= results.keys()
+    assert str(tmp_path) not in json.dumps(results) + (tmp_path / "whole" / "README.md").read_text()
+    assert f"{100 * results['knn_accuracy']:.1f} %" in (tmp_path / "whole" / "README.md").read_text()
+    for picture in ("reconstructions.png", "curves.png", "reconstructions/step-00000006.png"):
+        assert Image.open(tmp_path / "whole" / picture).size[0] > 300
+    assert "1 process(es) on cpu" in whole.stdout
+    assert AutoImageProcessor.from_pretrained(tmp_path / "whole").size["height"] == 16
+    features = AutoModel.from_pretrained(tmp_path / "whole").eval()(torch.randn(2, 1, 16, 16)).pooler_output
+    assert features.shape == (2, 32)
+
+    # Stopped in the middle of an epoch, between checkpoints, and resumed.
+    first = run(
+        recipe, tmp_path / "parts", "--max_train_steps", 12, "--resume_from_checkpoint", "latest", "--eval_every", 6
+    )
+    assert "starting afresh" in first.stdout
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+    for leftover in ("model.safetensors", "results.json"):
+        (tmp_path / "parts" / leftover).unlink()
+    checkpoints = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000005", "step-00000010"]
+    # The newest is damaged: it is passed over, and the one before it leads to the same end.
+    newest = tmp_path / "parts" / "checkpoints" / "step-00000010" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-7])
+    resumed = run(recipe, tmp_path / "parts", "--resume_from_checkpoint", "latest", "--eval_every", 6)
+    assert "resumed at step 5" in resumed.stdout
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+
+
+def test_wrong_arguments_end_in_one_sentence(recipe, tmp_path):
+    rows = [{"image": {"bytes": b"junk", "path": "cat.png"}, "label": 0}] * 2
+    Dataset.from_list(rows, features=Features({"image": ImageFeature(), "label": Value("int64")})).to_parquet(
+        tmp_path / "junk.parquet"
+    )
+    for flags, sentence in (
+        (["--dataset_path", tmp_path / "absent"], "There is nothing at"),
+        (["--dataset_path", tmp_path / "junk.parquet"], "'cat.png' .* cannot be decoded"),
+        (["--shortcut_decay", "1.5"], r"`shortcut_decay` must lie in \[0, 1\], got 1.5"),
+    ):
+        result = run(recipe, tmp_path / "out", *flags, code=2)
+        last = result.stderr.strip().splitlines()[-1]
+        assert last.startswith("mae.py: ") and re.search(sentence, last), result.stderr[-500:]
+    assert "there is no recipe 'tyni'; there are " in run("tyni", tmp_path / "out", code=2).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("data", ["memory", "workers"])
+def test_killed_at_random_moments(recipe, tmp_path, processes, data):
+    """SIGKILL, again and again, in training and in writing; the end is that of a run never stopped."""
+    flags = ["--checkpointing_steps", 2, "--checkpoints_total_limit", 2]
+    flags += ["--memory_limit_gb", 0, "--num_workers", 2] if data == "workers" else []
+    run(recipe, tmp_path / "whole", *flags, processes=processes)
+    moments = random.Random(0)
+    kills = 0
+    for _ in range(12):
+        process = subprocess.Popen(
+            command(recipe, tmp_path / "killed", *flags, "--resume_from_checkpoint", "latest", processes=processes),
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        # Wait until it trains, then let it go on for a moment that may end inside a step or inside a checkpoint.
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        while process.poll() is None and (not metrics.exists() or metrics.stat().st_mtime_ns == before):
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.35))
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills >= 2
+    run(recipe, tmp_path / "killed", *flags, "--resume_from_checkpoint", "latest", processes=processes)
+    assert_same_weights(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop(recipe, tmp_path, signal_number):
+    run(recipe, tmp_path / "whole")
+    process = subprocess.Popen(
+        command(recipe, tmp_path / "stopped"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "stopped" / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    process.send_signal(signal_number)
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    assert re.search(
+        rf"stopped by {signal_number.name} at step \d+; go on with --resume_from_checkpoint latest", output
+    )
+    run(recipe, tmp_path / "stopped", "--resume_from_checkpoint", "latest")
+    assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_do_what_one_does(recipe, tmp_path):
+    """The same order, masks and loss at the same global batch. No dropout: its draws do belong to the process."""
+    flags = ["--max_train_steps", 20, "--log_every", 1, "--set", "hidden_dropout_prob=0.0"]
+    run(recipe, tmp_path / "one", *flags)
+    two = run(recipe, tmp_path / "two", *flags, processes=2)
+    assert "2 process(es) on cpu" in two.stdout
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert one.keys() == two.keys() and len(one) == 20
+    assert max(abs(one[step] - two[step]) for step in one) < 1e-6

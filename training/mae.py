@@ -1,0 +1,620 @@
+"""Pretrains a masked autoencoder with decayed shortcuts.
+
+    accelerate launch training/mae.py
+    accelerate launch training/mae.py --recipe imagenet1k_vit_base --dataset_path path/to/imagenet --output_dir outputs/base
+    accelerate launch training/mae.py --resume_from_checkpoint latest
+
+Without arguments: the recipe `tiny` on the bundled Fashion-MNIST images, on a CPU in a few minutes. A recipe is a file in
+`training/recipes`; every flag given on the command line overrides it.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+import yaml
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.utils import ProjectConfiguration, gather_object, set_seed
+from datasets import IterableDataset
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import StrictDataclassError
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm.auto import tqdm
+
+import hf_decayed
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
+from hf_decayed.cli import field_and_value
+from hf_decayed.data import (
+    Augmentation,
+    DataError,
+    EpochBatches,
+    StreamedImages,
+    TrainingImages,
+    evaluation_images,
+    find_columns,
+    load_splits,
+    sample_generator,
+)
+from hf_decayed.evaluation import effective_rank, knn_accuracy
+from hf_decayed.models.configuration_decayed_vit_mae import as_pair
+from hf_decayed.models.modeling_decayed_vit_mae import image_processor
+from hf_decayed.optimization import parameter_groups, warmup_cosine
+from hf_decayed.pictures import reconstructions, save_curves, save_reconstructions
+
+
+RECIPES = Path(__file__).parent / "recipes"
+# Token norms of a healthy encoder stay near the square root of its width; this many times that is the known failure.
+BLOW_UP = 30.0
+
+
+def parse_arguments(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--recipe",
+        default="tiny",
+        help=f"one of {', '.join(sorted(f.stem for f in RECIPES.glob('*.yaml')))}, or a YAML file",
+    )
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/mae"))
+    parser.add_argument("--seed", type=int, default=0)
+
+    data = parser.add_argument_group("data (none given: the bundled images)")
+    data.add_argument("--dataset_name", help="data set on the Hub")
+    data.add_argument("--dataset_config", help="its configuration")
+    data.add_argument("--dataset_path", help="folder of images, parquet, arrow, WebDataset tar")
+    data.add_argument("--train_split", default="train")
+    data.add_argument("--eval_split", help="held-out split for kNN; found when not given")
+    data.add_argument("--image_column_name", help="found by type when not given")
+    data.add_argument("--label_column_name", help="found by type when not given")
+    data.add_argument("--streaming", type=boolean, default=False, help="read as it comes; needs --max_train_steps")
+    data.add_argument("--max_train_samples", type=int)
+    data.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop")
+    data.add_argument(
+        "--num_workers", type=int, default=4, help="decoding processes when images are not held in memory"
+    )
+    data.add_argument(
+        "--memory_limit_gb", type=float, default=2.0, help="hold decoded images of one size in memory up to this"
+    )
+    data.add_argument("--crop_scale", type=float, nargs=2, default=[0.2, 1.0], help="areas of random resized crops")
+    data.add_argument("--horizontal_flip", type=boolean, default=True)
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--preset", choices=["default", "plain"], default="default", help="released architecture, or ViTMAE"
+    )
+    model.add_argument("--size", default="base", help="small, base, large or huge")
+    model.add_argument("--shortcut_decay", type=lambda text: text if text == "auto" else float(text))
+    model.add_argument(
+        "--set", dest="fields", action="append", type=field_and_value, metavar="FIELD=VALUE", help="any config field"
+    )
+    model.add_argument("--init_from", help="checkpoint folder or repository to start from")
+
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--batch_size", type=int, default=1024, help="images per step, over all processes and accumulation"
+    )
+    training.add_argument("--gradient_accumulation_steps", type=int, default=1)
+    training.add_argument("--num_train_epochs", type=float, default=800)
+    training.add_argument("--max_train_steps", type=int, help="instead of epochs")
+    training.add_argument("--base_learning_rate", type=float, default=1.5e-4, help="per 256 images of a batch")
+    training.add_argument("--warmup_epochs", type=float, default=40)
+    training.add_argument("--weight_decay", type=float, default=0.05)
+    training.add_argument("--adam_beta1", type=float, default=0.9)
+    training.add_argument("--adam_beta2", type=float, default=0.95)
+    training.add_argument("--max_grad_norm", type=float, help="clip gradients to this norm")
+    training.add_argument("--ema_decay", type=float, help="keep an average of the weights, and save that")
+    training.add_argument("--gradient_checkpointing", type=boolean, default=False)
+    training.add_argument(
+        "--mixed_precision", choices=["no", "bf16", "fp16"], help="accelerate's choice when not given"
+    )
+    training.add_argument("--compile", type=boolean, default=False)
+    training.add_argument(
+        "--max_skipped_steps", type=int, default=20, help="stop after this many steps without a finite loss"
+    )
+
+    running = parser.add_argument_group("while it runs")
+    running.add_argument("--checkpointing_steps", type=int, default=500)
+    running.add_argument("--checkpoints_total_limit", type=int, default=2)
+    running.add_argument("--resume_from_checkpoint", metavar="latest|PATH")
+    running.add_argument("--log_every", type=int, default=10, help="steps between lines of metrics.jsonl")
+    running.add_argument("--eval_every", type=int, help="steps between kNN, rank and pictures; always at the end")
+    running.add_argument("--eval_train_samples", type=int, default=10000, help="size of the kNN bank")
+    running.add_argument("--eval_test_samples", type=int, default=5000)
+    running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
+    running.add_argument("--push_to_hub", metavar="REPOSITORY", help="repository to upload the result to")
+
+    recipe = parser.parse_known_args(arguments)[0].recipe
+    path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else RECIPES / f"{recipe}.yaml"
+    if not path.is_file():
+        parser.error(
+            f"there is no recipe '{recipe}'; there are {', '.join(sorted(f.stem for f in RECIPES.glob('*.yaml')))}"
+        )
+    values = yaml.safe_load(path.read_text())
+    recipe_fields = values.pop("fields", {})
+    unknown = values.keys() - {action.dest for action in parser._actions}
+    if unknown:
+        parser.error(f"the recipe '{recipe}' sets what is no flag: {', '.join(sorted(unknown))}")
+    parser.set_defaults(**values)
+    options = parser.parse_args(arguments)
+    options.fields = {**recipe_fields, **dict(options.fields or [])}
+    if options.shortcut_decay is not None:
+        options.fields["shortcut_decay"] = options.shortcut_decay
+    for name in ("batch_size", "gradient_accumulation_steps", "checkpointing_steps", "log_every"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    return options
+
+
+def boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() == "true"
+
+
+def main():
+    options = parse_arguments()
+    started = time.time()
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=options.mixed_precision,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        # Each process takes its part of every global batch, so that batches do not depend on how many there are.
+        dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        log_with=None if options.report_to == "none" else options.report_to,
+        project_config=ProjectConfiguration(project_dir=str(options.output_dir)),
+    )
+    set_seed(options.seed)
+    say = accelerator.print
+    say(
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, precision {accelerator.mixed_precision}"
+    )
+    parts = accelerator.num_processes * options.gradient_accumulation_steps
+    if options.batch_size % parts != 0:
+        raise DataError(
+            f"--batch_size {options.batch_size} cannot be shared out: {accelerator.num_processes} process(es) times "
+            f"{options.gradient_accumulation_steps} accumulation step(s) make {parts} parts."
+        )
+
+    # Model.
+    make_config = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
+    if options.init_from:
+        model = DecayedViTMAEForPreTraining.from_pretrained(options.init_from, dtype=torch.float32, **options.fields)
+    else:
+        model = DecayedViTMAEForPreTraining(make_config(options.size, **options.fields))
+    config = model.config
+    processor = image_processor(config)
+    normalisation = {"mean": list(processor.image_mean), "std": list(processor.image_std)}
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+
+    # Data.
+    with accelerator.main_process_first():  # one process fills the cache, the others read it
+        train, held_out, dataset_name = load_splits(
+            options.dataset_name,
+            options.dataset_config,
+            options.dataset_path,
+            options.train_split,
+            options.eval_split,
+            options.streaming,
+        )
+    image_column, label_column = find_columns(train, options.image_column_name, options.label_column_name)
+    if held_out is None:
+        held_out, train = hold_out(train, options.eval_test_samples)
+    if options.max_train_samples is not None:
+        train = train.take(options.max_train_samples)
+    augmentation = Augmentation(
+        as_pair(config.image_size),
+        config.num_channels,
+        math.prod(config.grid_size),
+        **normalisation,
+        seed=options.seed,
+        crop_scale=tuple(options.crop_scale),
+        horizontal_flip=options.horizontal_flip,
+    )
+    micro_batch = options.batch_size // options.gradient_accumulation_steps
+    if options.streaming:
+        if options.max_train_steps is None:
+            raise DataError("A stream has no length: give --max_train_steps.")
+        images = StreamedImages(train, image_column, augmentation, micro_batch, on_bad_image=options.on_bad_image)
+        steps_per_epoch, total_steps = None, options.max_train_steps
+        warmup_steps = total_steps // 20
+        source = "streamed"
+    else:
+        images = TrainingImages(
+            train,
+            image_column,
+            augmentation,
+            memory_limit=int(options.memory_limit_gb * 2**30),
+            on_bad_image=options.on_bad_image,
+            progress=lambda items, **bar: tqdm(
+                items, disable=not accelerator.is_local_main_process, leave=False, **bar
+            ),
+        )
+        steps_per_epoch = max(1, len(images) // options.batch_size)
+        total_steps = options.max_train_steps or round(options.num_train_epochs * steps_per_epoch)
+        warmup_steps = min(
+            round(options.warmup_epochs * steps_per_epoch), total_steps // 4
+        )  # short runs, long warm-ups
+        source = f"{len(images)} images {'in memory' if images.memory is not None else 'decoded on demand'}"
+    if images.bad_images:
+        say(f"passed over {images.bad_images} images that cannot be decoded")
+
+    # Optimizer.
+    peak_learning_rate = options.base_learning_rate * options.batch_size / 256
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, options.weight_decay),
+        lr=peak_learning_rate,
+        betas=(options.adam_beta1, options.adam_beta2),
+        fused=True,
+    )
+    average = None
+    if options.ema_decay:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay)).to(accelerator.device)
+        accelerator.register_for_checkpointing(average)
+    probe = Probe(accelerator, train, held_out, image_column, label_column, config, normalisation, options)
+    untrained = probe.measure(model)
+
+    plain_model = model
+    if options.compile:
+        model = torch.compile(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    # Resume.
+    checkpoints = options.output_dir / "checkpoints"
+    step, skipped = 0, 0
+    if options.resume_from_checkpoint:
+        path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
+        if path is None:
+            say(f"no checkpoint in {checkpoints}: starting afresh")
+        else:
+            state = load_checkpoint(accelerator, path)
+            step, skipped = state["step"], state["skipped"]
+            say(f"resumed at step {step} from {path}")
+    log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
+    accelerator.init_trackers("mae", config={name: str(value) for name, value in vars(options).items()})
+
+    loader_arguments = {
+        "num_workers": 0 if images.memory is not None else options.num_workers,
+        "pin_memory": accelerator.device.type == "cuda",
+        "generator": torch.Generator(),  # its own: starting to iterate must not move the one that dropout draws from
+    }
+    first_batch = step * options.gradient_accumulation_steps
+    if options.streaming:
+        # Accelerate lets one process read a stream and hands out the parts. Resuming reads again what was seen.
+        loader = torch.utils.data.DataLoader(images, batch_size=None, **loader_arguments)
+        loader = itertools.islice(accelerator.prepare(loader), first_batch, None)
+    else:
+        last_batch = total_steps * options.gradient_accumulation_steps
+        batches = EpochBatches(len(images), micro_batch, options.seed, first_batch, last_batch)
+        loader = torch.utils.data.DataLoader(images, batch_sampler=batches, collate_fn=as_it_is, **loader_arguments)
+        loader = accelerator.prepare(loader)
+    if accelerator.is_main_process:
+        (options.output_dir / "arguments.json").write_text(json.dumps(vars(options), indent=2, default=str))
+    say(
+        f"{dataset_name}: {source}; "
+        f"{plain_model.num_parameters() / 1e6:.1f} M parameters, shortcut_decay {config.shortcut_decay}, effective decay "
+        f"{config.effective_decay():.1e}; {total_steps} steps of {options.batch_size}, peak learning rate {peak_learning_rate:.2g}"
+    )
+
+    # Loop.
+    stop = StopSignal()
+    bar = tqdm(
+        total=total_steps, initial=step, disable=not accelerator.is_local_main_process, unit="step", dynamic_ncols=True
+    )
+    model.train()
+    window_start, window_images = time.perf_counter(), 0
+    step_loss = torch.zeros((), device=accelerator.device)
+    for batch in loader:
+        evaluating = options.eval_every and (step + 1) % options.eval_every == 0 and step + 1 < total_steps
+        logging = evaluating or (step + 1) % options.log_every == 0 or step + 1 == total_steps
+        for group in optimizer.param_groups:
+            group["lr"] = peak_learning_rate * warmup_cosine(step + 1, warmup_steps, total_steps)
+        with accelerator.accumulate(model):
+            outputs = model(**batch, return_logits=False, output_hidden_states=logging)
+            accelerator.backward(outputs.loss)
+            step_loss += outputs.loss.detach() / options.gradient_accumulation_steps
+            window_images += micro_batch
+            if not accelerator.sync_gradients:
+                continue
+            gradient_norm = accelerator.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
+            # One exchange per step tells every process the same: mean loss, and whether any was asked to stop.
+            report = torch.stack([step_loss, torch.tensor(float(stop.asked), device=accelerator.device)])
+            loss, stopping = accelerator.reduce(report, "mean").tolist()
+            step_loss.zero_()
+            # With fp16 the gradient scaler itself skips what overflows, and has to see it to lower its scale.
+            if math.isfinite(loss) and (accelerator.scaler is not None or torch.isfinite(gradient_norm)):
+                optimizer.step()
+                if average is not None:
+                    average.update_parameters(plain_model)
+            else:
+                skipped += 1
+            optimizer.zero_grad()
+
+        step += 1
+        bar.update()
+        if skipped > options.max_skipped_steps:
+            raise DataError(
+                f"{skipped} steps without a finite loss, the last at {step}: try a lower --base_learning_rate, "
+                "--max_grad_norm 1, --mixed_precision no, or a --shortcut_decay nearer to 1."
+            )
+        if logging:
+            now = time.perf_counter()
+            rate, window_start, window_images = window_images / (now - window_start), now, 0
+            encoder_norm = outputs.hidden_states[-1].detach().float().norm(dim=-1).mean()
+            encoder_norm = accelerator.reduce(encoder_norm, "mean").item()
+            record = {
+                "step": step,
+                "epoch": step / steps_per_epoch if steps_per_epoch else None,
+                "loss": loss,
+                "learning_rate": optimizer.param_groups[0]["lr"],
+                "gradient_norm": float(gradient_norm),
+                "encoder_norm": encoder_norm,
+                "skipped_steps": skipped,
+                "images_per_second": rate,
+            }
+            if encoder_norm > BLOW_UP * math.sqrt(config.hidden_size):
+                warnings.warn(
+                    f"Step {step}: encoder tokens have norm {encoder_norm:.3g}, far above {math.sqrt(config.hidden_size):.3g}. "
+                    "The network may be undoing the decay: keep zero_init_branches, or raise --shortcut_decay.",
+                    stacklevel=1,
+                )
+            if evaluating:
+                record |= probe.measure(plain_model if average is None else average.module)
+                probe.picture(plain_model, options.output_dir / "reconstructions" / f"step-{step:08d}.png")
+                model.train()
+                window_start = time.perf_counter()
+            log.write(record)
+            accelerator.log({name: value for name, value in record.items() if name != "step"}, step=step)
+            bar.set_postfix(loss=f"{loss:.4f}", lr=f"{record['learning_rate']:.1e}", images=f"{rate:.0f}/s")
+        if stopping or step % options.checkpointing_steps == 0:
+            save_checkpoint(accelerator, checkpoints, step, {"skipped": skipped}, options.checkpoints_total_limit)
+        if step == total_steps:
+            break
+        if stopping:
+            bar.close()
+            say(f"stopped by {stop.name} at step {step}; go on with --resume_from_checkpoint latest")
+            accelerator.end_training()
+            return
+
+    # End.
+    bar.close()
+    final = plain_model if average is None else average.module
+    measured = probe.measure(final)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        log.write({"step": step, **measured})
+        results = {
+            "loss": log.last("loss"),
+            "knn_accuracy": measured.get("knn_accuracy"),
+            "knn_accuracy_pixels": probe.pixels(),
+            "knn_accuracy_untrained": untrained.get("knn_accuracy"),
+            "effective_rank": measured["effective_rank"],
+            "effective_rank_untrained": untrained["effective_rank"],
+            "steps": step,
+            "images_seen": step * options.batch_size,
+            "skipped_steps": skipped,
+            "seconds": round(time.time() - started, 1),
+            "command": " ".join(["accelerate launch", "training/mae.py", *command_line()]),
+            "dataset": {
+                "name": dataset_name,
+                "fingerprint": None if options.streaming else images.fingerprint(),
+                "used": source,
+            },
+            "seed": options.seed,
+            "processes": accelerator.num_processes,
+            "precision": accelerator.mixed_precision,
+            "versions": {
+                "hf_decayed": hf_decayed.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        final.save_pretrained(options.output_dir)
+        (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        probe.picture(final, options.output_dir / "reconstructions.png")
+        save_curves(options.output_dir / "curves.png", log.records())
+        card(config, results).save(options.output_dir / "README.md")
+        print(summary(results))
+        print(f"model, results.json, reconstructions.png, curves.png: {options.output_dir}")
+        if options.push_to_hub:
+            hub = HfApi()
+            repository = hub.create_repo(options.push_to_hub, exist_ok=True).repo_id
+            hub.upload_folder(
+                repo_id=repository, folder_path=options.output_dir, ignore_patterns=["checkpoints/*", "arguments.json"]
+            )
+            print(f"uploaded to {repository}")
+    accelerator.end_training()
+
+
+def as_it_is(batch):
+    return batch
+
+
+def some(dataset, number: int):
+    """So many rows: at random, always the same; of a stream the first."""
+    if isinstance(dataset, IterableDataset):
+        return dataset.take(number)
+    return dataset.select(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:number])
+
+
+def hold_out(train, number: int):
+    """Splits off images to evaluate on, where there is no split for it: a tenth at most; of a stream the first."""
+    if isinstance(train, IterableDataset):
+        return train.take(number), train.skip(number)
+    split = train.train_test_split(test_size=min(0.1, number / len(train)), seed=0)
+    return split["test"], split["train"]
+
+
+class Probe:
+    """Held-out measurements: kNN accuracy and effective rank of features, and reconstructions."""
+
+    def __init__(self, accelerator, train, held_out, image_column, label_column, config, normalisation, options):
+        self.accelerator, self.normalisation = accelerator, normalisation
+        size, channels = as_pair(config.image_size), config.num_channels
+        arguments = (image_column, label_column, size, channels, options.on_bad_image)
+        self.bank = evaluation_images(some(train, options.eval_train_samples), *arguments)
+        self.queries = evaluation_images(some(held_out, options.eval_test_samples), *arguments)
+        self.labelled = label_column is not None
+        self.noise = torch.stack(
+            [
+                torch.from_numpy(sample_generator(0, 0, index).random(math.prod(config.grid_size))).float()
+                for index in range(8)
+            ]
+        )
+
+    def normalised(self, images: torch.Tensor) -> torch.Tensor:
+        mean, std = (torch.tensor(self.normalisation[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
+        return (images.float() / 255 - mean) / std
+
+    @torch.no_grad()
+    def features(self, encoder, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pooled features and class tokens of all images, shared out over the processes, in order."""
+        count = math.ceil(len(images) / self.accelerator.num_processes)
+        part = images[count * self.accelerator.process_index :][:count]
+        pooled, tokens = [], []
+        for batch in part.split(256):
+            with self.accelerator.autocast():
+                outputs = encoder(self.normalised(batch).to(self.accelerator.device))
+            pooled.append(outputs.pooler_output.float().cpu())
+            tokens.append(outputs.last_hidden_state[:, 0].float().cpu())
+        gathered = gather_object([(torch.cat(pooled), torch.cat(tokens))] if pooled else [])
+        return tuple(torch.cat(each) for each in zip(*gathered))
+
+    def measure(self, model) -> dict[str, float]:
+        encoder = model.vit.to(self.accelerator.device).eval()
+        queries, class_tokens = self.features(encoder, self.queries[0])
+        results = {"effective_rank": effective_rank(class_tokens)}
+        if self.labelled:
+            bank, _ = self.features(encoder, self.bank[0])
+            results["knn_accuracy"] = knn_accuracy(bank, self.bank[1], queries, self.queries[1], k=min(20, len(bank)))
+        return results
+
+    def pixels(self) -> float | None:
+        if not self.labelled:
+            return None
+        bank, queries = (self.normalised(images).flatten(1) for images in (self.bank[0], self.queries[0]))
+        return knn_accuracy(bank, self.bank[1], queries, self.queries[1], k=min(20, len(bank)))
+
+    def picture(self, model, path: Path) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        model.eval()
+        pixel_values = self.normalised(self.queries[0][:8]).to(self.accelerator.device)
+        rows = reconstructions(model, pixel_values, self.noise[: len(pixel_values)], **self.normalisation)
+        save_reconstructions(path, *rows, normalised=model.config.norm_pix_loss)
+
+
+class MetricsFile:
+    """`metrics.jsonl`; a resumed run drops what an earlier one wrote after the step it resumes from."""
+
+    def __init__(self, path: Path, step: int, writing: bool):
+        self.path, self.writing = path, writing
+        if writing:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [record for record in self.records() if record["step"] <= step] if step and path.exists() else []
+            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+    def write(self, record: dict) -> None:
+        if self.writing:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def records(self) -> list[dict]:
+        lines = self.path.read_text().splitlines()
+        records = []
+        for line in lines:
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:  # the line that a killed process was writing
+                continue
+        return records
+
+    def last(self, name: str):
+        return next(record[name] for record in reversed(self.records()) if name in record)
+
+
+class StopSignal:
+    """Remembers SIGTERM and Ctrl-C until the step is done; a second one stops at once."""
+
+    def __init__(self):
+        self.asked, self.name = False, "another process"
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.receive)
+
+    def receive(self, number, frame):
+        self.asked, self.name = True, signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
+
+
+def command_line() -> list[str]:
+    """The flags given, without local paths."""
+    return [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+
+
+def summary(results: dict) -> str:
+    def percent(value):
+        return "none (no labels)" if value is None else f"{100 * value:.1f} %"
+
+    return "\n".join(
+        [
+            f"loss                     {results['loss']:.4f}",
+            f"knn_accuracy             {percent(results['knn_accuracy'])}",
+            f"knn_accuracy_untrained   {percent(results['knn_accuracy_untrained'])}",
+            f"knn_accuracy_pixels      {percent(results['knn_accuracy_pixels'])}",
+            f"effective_rank           {results['effective_rank']:.3f} (untrained {results['effective_rank_untrained']:.3f})",
+            f"time                     {results['seconds']:.0f} s, {results['steps']} steps",
+        ]
+    )
+
+
+def card(config, results: dict) -> ModelCard:
+    return ModelCard(
+        f"""---
+library_name: transformers
+pipeline_tag: image-feature-extraction
+tags:
+- masked-autoencoder
+- hf_decayed
+---
+
+# Masked autoencoder, shortcut_decay {config.shortcut_decay}
+
+Pretrained on {results["dataset"]["name"]} ({results["dataset"]["used"]}) with
+
+    {results["command"]}
+
+```python
+from transformers import AutoModel
+
+encoder = AutoModel.from_pretrained("path/or/repository", trust_remote_code=True)  # pin `revision` on the Hub
+```
+
+```
+{summary(results)}
+```
+
+kNN: k = 20, cosine similarity, votes weighted by exp(similarity / 0.07), on features pooled by `{config.pooling}`. Every
+figure is in `results.json`, with versions, seed and the data's fingerprint.
+"""
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (DataError, StrictDataclassError, ValueError, OSError) as error:
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        print(f"mae.py: {' '.join(str(cause).split())}", file=sys.stderr)
+        sys.exit(2)
