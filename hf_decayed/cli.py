@@ -14,7 +14,6 @@ def main(arguments: list[str] | None = None) -> int:
         prog="hf-decayed", description="Decayed identity shortcuts for Hugging Face models."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    add_demo(commands)
     add_convert(commands)
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -28,55 +27,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hf-decayed {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
-
-
-def add_demo(commands):
-    parser = commands.add_parser(
-        "demo",
-        help="build a small model, get features, save it, load it again",
-        description="Builds a small decayed MAE with random weights, gets features, saves it and loads it with AutoModel.",
-        epilog="example:\n  hf-decayed demo --output outputs/demo",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--output", default="outputs/demo", metavar="DIR", help="folder to write (%(default)s)")
-    parser.set_defaults(run=run_demo)
-
-
-def run_demo(options) -> str:
-    import torch
-    from transformers import AutoModel
-
-    from . import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
-
-    config = DecayedViTMAEConfig(
-        image_size=32,
-        patch_size=4,
-        hidden_size=128,
-        num_attention_heads=4,
-        intermediate_size=512,
-        decoder_hidden_size=64,
-        decoder_num_hidden_layers=6,
-        decoder_num_attention_heads=4,
-        decoder_intermediate_size=256,
-    )
-    model = DecayedViTMAEForPreTraining(config).eval()
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        features = model.vit(images).pooler_output
-        loss = model(images).loss
-        model.save_pretrained(options.output)
-        loaded = AutoModel.from_pretrained(options.output)
-        equal = torch.equal(loaded(images).pooler_output, features)
-    return "\n".join(
-        [
-            f"built      {type(model).__name__}, {model.num_parameters() / 1e6:.1f} M parameters, untrained",
-            f"shortcuts  alpha 1 -> {config.shortcut_decay} over {config.num_hidden_layers} layers, "
-            f"effective decay {config.effective_decay():.1e}",
-            f"features   {tuple(features.shape)} from images {tuple(images.shape)}; reconstruction loss {loss:.3f}",
-            f"saved      {options.output}",
-            f"loaded     AutoModel -> {type(loaded).__name__}, features {'equal' if equal else 'DIFFERENT'}",
-        ]
-    )
 
 
 def add_convert(commands):

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,19 @@ from conftest import TINY_SIZES
 from test_conversion import timm_weights
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
+from hf_decayed import DecayedViTMAEConfig
 from hf_decayed.cli import main
 
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+
+
+def load_script(name):
+    specification = importlib.util.spec_from_file_location(name, ROOT / "training" / f"{name}.py")
+    script = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
+    return script
 
 
 def blocks(language):
@@ -38,10 +47,25 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch):
     assert names["baseline"].config.shortcut_decay == 1.0
 
 
-def test_demo(tmp_path, capsys):
-    assert main(["demo", "--output", str(tmp_path / "demo")]) == 0
-    assert "features equal" in capsys.readouterr().out
-    assert (tmp_path / "demo" / "model.safetensors").exists()
+def test_training_commands_are_understood(monkeypatch):
+    """Every `training/mae.py` line parses into a recipe and its overrides."""
+    mae = load_script("mae")
+    lines = [line for block in blocks("bash") for line in block.splitlines() if "training/mae.py" in line]
+    assert len(lines) == 6
+    for line in lines:
+        options = mae.parse_arguments(shlex.split(line.split("training/mae.py")[1]))
+        assert options.batch_size > 0
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "training" / "recipes").glob("*.yaml")))
+def test_every_recipe_describes_a_model(recipe):
+    options = load_script("mae").parse_arguments(["--recipe", recipe])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = DecayedViTMAEConfig.from_size(options.size, **options.fields)
+    assert config.norm_pix_loss and options.weight_decay == 0.05 and options.adam_beta2 == 0.95
+    if recipe.startswith("imagenet"):
+        assert (options.batch_size, options.num_train_epochs, options.base_learning_rate) == (1024, 800, 1.5e-4)
 
 
 def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
@@ -59,9 +83,7 @@ def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
 
 
 def test_benchmark_table_is_the_one_in_the_results():
-    specification = importlib.util.spec_from_file_location("benchmark", ROOT / "training" / "benchmark.py")
-    benchmark = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(benchmark)
+    benchmark = load_script("benchmark")
     shown = re.search(r"<!-- benchmark models -->\n(.*?)\n<!-- end -->", README, re.DOTALL)[1]
     assert shown == benchmark.render(json.loads((ROOT / "model_cards/results/benchmark_models.json").read_text()))
 
