@@ -65,7 +65,7 @@ def recipe(tmp_path):
 
 
 def command(recipe, output, *flags, processes=1):
-    launcher = [sys.executable, "-W", "ignore"]
+    launcher = [sys.executable]
     if processes > 1:
         launcher = [
             sys.executable,
@@ -138,6 +138,12 @@ def test_a_run_and_its_resumption(recipe, tmp_path):
     assert "resumed at step 5" in resumed.stdout
     assert_same_weights(tmp_path / "whole", tmp_path / "parts")
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+
+    # Another seed would be another run; and a run that did not finish is not thrown away.
+    flags = ["--resume_from_checkpoint", "latest", "--seed", 1]
+    assert "belongs to another run (seed 0 -> 1)" in run(recipe, tmp_path / "parts", *flags, code=2).stderr
+    (tmp_path / "parts" / "results.json").unlink()
+    assert "holds a run that did not finish" in run(recipe, tmp_path / "parts", code=2).stderr
 
 
 def test_wrong_arguments_end_in_one_sentence(recipe, tmp_path):
@@ -213,6 +219,70 @@ def test_asked_to_stop(recipe, tmp_path, signal_number):
     )
     run(recipe, tmp_path / "stopped", "--resume_from_checkpoint", "latest")
     assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_full_disk_keeps_the_last_checkpoint(recipe, tmp_path):
+    """Files may not grow past a limit that the weights fit under and the optimizer's state does not, later on."""
+    run(recipe, tmp_path / "out", "--max_train_steps", 6, "--checkpointing_steps", 3, "--checkpoints_total_limit", 5)
+    before = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert before == ["step-00000003", "step-00000006"]
+    (tmp_path / "out" / "checkpoints" / "step-00000006" / "manifest.json").unlink()
+    limit = (tmp_path / "out" / "checkpoints" / "step-00000003" / "model.safetensors").stat().st_size + 5000
+    words = command(
+        recipe,
+        tmp_path / "out",
+        "--max_train_steps",
+        6,
+        "--checkpointing_steps",
+        3,
+        "--resume_from_checkpoint",
+        "latest",
+    )
+    result = subprocess.run(
+        ["bash", "-c", f"ulimit -f {limit // 1024}; trap '' XFSZ; exec \"$@\"", "-", *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "Passing over the checkpoint 'step-00000006'" in result.stderr
+    assert "No checkpoint at step 6: it could not be written" in result.stderr
+    assert "resumed at step 3" in result.stdout
+    assert not list((tmp_path / "out" / "checkpoints").glob(".writing*"))
+    assert (tmp_path / "out" / "checkpoints" / "step-00000003" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_steps_without_a_finite_loss(recipe, tmp_path):
+    """A rate that blows up: steps are skipped and counted, and past the limit the run says what to try."""
+    result = run(
+        recipe,
+        tmp_path / "out",
+        "--base_learning_rate",
+        "1e30",
+        "--max_train_steps",
+        60,
+        "--max_skipped_steps",
+        5,
+        code=2,
+    )
+    assert "steps without a finite loss" in result.stderr and "try a lower --base_learning_rate" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_streaming_resumes_to_the_same_end(recipe, tmp_path):
+    flags = ["--streaming", "true", "--num_workers", 0]
+    run(recipe, tmp_path / "whole", *flags)
+    run(recipe, tmp_path / "parts", *flags)
+    (tmp_path / "parts" / "results.json").unlink()
+    assert "resumed at step 10" in run(recipe, tmp_path / "parts", *flags, "--resume_from_checkpoint", "latest").stdout
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts")
+    two = run(recipe, tmp_path / "two", *flags, "--set", "hidden_dropout_prob=0.0", processes=2)
+    assert "2 process(es)" in two.stdout
 
 
 @pytest.mark.slow

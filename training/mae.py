@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import platform
+import shutil
 import signal
 import sys
 import time
@@ -242,9 +243,8 @@ def main():
         )
         steps_per_epoch = max(1, len(images) // options.batch_size)
         total_steps = options.max_train_steps or round(options.num_train_epochs * steps_per_epoch)
-        warmup_steps = min(
-            round(options.warmup_epochs * steps_per_epoch), total_steps // 4
-        )  # short runs, long warm-ups
+        # A short run may come with a long warm-up.
+        warmup_steps = min(round(options.warmup_epochs * steps_per_epoch), total_steps // 4)
         source = f"{len(images)} images {'in memory' if images.memory is not None else 'decoded on demand'}"
     if images.bad_images:
         say(f"passed over {images.bad_images} images that cannot be decoded")
@@ -272,14 +272,23 @@ def main():
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
     step, skipped = 0, 0
+    # What the order of samples and their draws depend on: resumed under other values, a run would be neither of the two.
+    identity = {name: getattr(options, name) for name in ("seed", "batch_size", "max_train_samples", "streaming")}
+    identity |= {"dataset": dataset_name, "steps": total_steps, "accumulation": options.gradient_accumulation_steps}
     if options.resume_from_checkpoint:
         path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
         if path is None:
             say(f"no checkpoint in {checkpoints}: starting afresh")
         else:
             state = load_checkpoint(accelerator, path)
+            changed = [f"{name} {state[name]} -> {value}" for name, value in identity.items() if state[name] != value]
+            if changed:
+                raise DataError(f"'{path.name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
             step, skipped = state["step"], state["skipped"]
             say(f"resumed at step {step} from {path}")
+    elif accelerator.is_main_process:
+        clear_finished_run(options.output_dir)
+    accelerator.wait_for_everyone()
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
     accelerator.init_trackers("mae", config={name: str(value) for name, value in vars(options).items()})
 
@@ -377,7 +386,9 @@ def main():
             accelerator.log({name: value for name, value in record.items() if name != "step"}, step=step)
             bar.set_postfix(loss=f"{loss:.4f}", lr=f"{record['learning_rate']:.1e}", images=f"{rate:.0f}/s")
         if stopping or step % options.checkpointing_steps == 0:
-            save_checkpoint(accelerator, checkpoints, step, {"skipped": skipped}, options.checkpoints_total_limit)
+            save_checkpoint(
+                accelerator, checkpoints, step, {**identity, "skipped": skipped}, options.checkpoints_total_limit
+            )
         if step == total_steps:
             break
         if stopping:
@@ -435,6 +446,18 @@ def main():
             )
             print(f"uploaded to {repository}")
     accelerator.end_training()
+
+
+def clear_finished_run(folder: Path) -> None:
+    """Makes room for a new run; one that did not finish is not thrown away."""
+    if any((folder / "checkpoints").glob("step-*")):
+        if not (folder / "results.json").exists():
+            raise DataError(
+                f"'{folder}' holds a run that did not finish: go on with --resume_from_checkpoint latest, "
+                "or name another --output_dir."
+            )
+        shutil.rmtree(folder / "checkpoints")
+    (folder / "results.json").unlink(missing_ok=True)
 
 
 def as_it_is(batch):
