@@ -299,7 +299,7 @@ class TrainingImages(torch.utils.data.Dataset):
 
 
 class StreamedImages(torch.utils.data.IterableDataset):
-    """Batches from a stream, over and over, each epoch through a shuffle buffer in an order of its own.
+    """Images from a stream, over and over, each epoch through a shuffle buffer in an order of its own.
 
     The order is as random as the buffer is large, and depends on the number of workers. Draws are keyed by epoch and place
     in the stream.
@@ -310,19 +310,17 @@ class StreamedImages(torch.utils.data.IterableDataset):
         dataset: IterableDataset,
         image_column: str,
         augmentation: Augmentation,
-        batch_size: int,
         buffer_size: int = 10_000,
         on_bad_image: str = "stop",
     ):
         dataset = dataset.select_columns(image_column).cast_column(image_column, ImageFeature(decode=False))
         self.dataset = dataset.shuffle(seed=augmentation.seed, buffer_size=buffer_size)
-        self.image_column, self.augmentation, self.batch_size = image_column, augmentation, batch_size
+        self.image_column, self.augmentation = image_column, augmentation
         self.on_bad_image, self.bad_images, self.memory = on_bad_image, 0, None
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        images, keys = [], []
         for epoch in itertools.count():
             self.dataset.set_epoch(epoch)
             count = -1
@@ -332,11 +330,8 @@ class StreamedImages(torch.utils.data.IterableDataset):
                 if pixels is None:
                     self.bad_images += 1
                     continue
-                images.append(pixels)
-                keys.append((epoch, place))
-                if len(images) == self.batch_size:
-                    yield self.augmentation.each(images, keys)
-                    images, keys = [], []
+                sample = self.augmentation.each([pixels], [(epoch, place)])
+                yield {name: tensor[0] for name, tensor in sample.items()}
             if count < 0:
                 raise DataError("The stream holds no images for one of the workers: use fewer --num_workers.")
 

@@ -111,8 +111,8 @@ def test_a_stream_repeats_itself_exactly(workers):
     table = image_table([(9, 9)] * 10).to_iterable_dataset(num_shards=2)
 
     def read():
-        stream = StreamedImages(table, "picture", augmentation(), batch_size=4, buffer_size=5)
-        return list(itertools.islice(torch.utils.data.DataLoader(stream, batch_size=None, num_workers=workers), 6))
+        stream = StreamedImages(table, "picture", augmentation(), buffer_size=5)
+        return list(itertools.islice(torch.utils.data.DataLoader(stream, batch_size=4, num_workers=workers), 6))
 
     first, second = read(), read()
     for one, other in zip(first, second):

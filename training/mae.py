@@ -226,7 +226,7 @@ def main():
     if options.streaming:
         if options.max_train_steps is None:
             raise DataError("A stream has no length: give --max_train_steps.")
-        images = StreamedImages(train, image_column, augmentation, micro_batch, on_bad_image=options.on_bad_image)
+        images = StreamedImages(train, image_column, augmentation, on_bad_image=options.on_bad_image)
         steps_per_epoch, total_steps = None, options.max_train_steps
         warmup_steps = total_steps // 20
         source = "streamed"
@@ -300,7 +300,7 @@ def main():
     first_batch = step * options.gradient_accumulation_steps
     if options.streaming:
         # Accelerate lets one process read a stream and hands out the parts. Resuming reads again what was seen.
-        loader = torch.utils.data.DataLoader(images, batch_size=None, **loader_arguments)
+        loader = torch.utils.data.DataLoader(images, batch_size=micro_batch, drop_last=True, **loader_arguments)
         loader = itertools.islice(accelerator.prepare(loader), first_batch, None)
     else:
         last_batch = total_steps * options.gradient_accumulation_steps
