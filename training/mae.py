@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import platform
 import shutil
 import signal
@@ -117,6 +118,7 @@ def parse_arguments(arguments=None):
     training.add_argument(
         "--mixed_precision", choices=["no", "bf16", "fp16"], help="accelerate's choice when not given"
     )
+    training.add_argument("--cpu_threads", type=int, help="per process; the machine's cores shared out when not given")
     training.add_argument("--compile", type=boolean, default=False)
     training.add_argument(
         "--max_skipped_steps", type=int, default=20, help="stop after this many steps without a finite loss"
@@ -174,6 +176,8 @@ def main():
         log_with=None if options.report_to == "none" else options.report_to,
         project_config=ProjectConfiguration(project_dir=str(options.output_dir)),
     )
+    if accelerator.device.type == "cpu":  # accelerate's launcher sets one thread, for many processes
+        torch.set_num_threads(options.cpu_threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
     set_seed(options.seed)
     say = accelerator.print
     say(
