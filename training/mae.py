@@ -294,6 +294,8 @@ def main():
         clear_finished_run(options.output_dir)
     accelerator.wait_for_everyone()
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
+    if step == 0:
+        log.write({"step": 0, **untrained})
     accelerator.init_trackers("mae", config={name: str(value) for name, value in vars(options).items()})
 
     loader_arguments = {
