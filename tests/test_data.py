@@ -4,6 +4,7 @@ import io
 import itertools
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
@@ -209,5 +210,5 @@ def test_paths(tmp_path):
     with pytest.raises(DataError, match="no split 'dev'; it has train, test"):
         load_splits(eval_split="dev")
     with pytest.raises(DataError, match="'empty.parquet' could not be loaded, or is empty"):
-        table.select([]).to_parquet(tmp_path / "empty.parquet")
+        pyarrow.parquet.write_table(table.data.table.slice(0, 0), tmp_path / "empty.parquet")
         load_splits(dataset_path=str(tmp_path / "empty.parquet"))

@@ -170,7 +170,7 @@ AutoModel.from_pretrained({str(tmp_path)!r}, trust_remote_code=True)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert result.returncode != 0
-    assert "transformers>=5.12.0 is required" in result.stderr and "found transformers==5.0.0" in result.stderr
+    assert "transformers>=5.18.0 is required" in result.stderr and "found transformers==5.0.0" in result.stderr
 
 
 def test_no_local_path_is_saved(tmp_path):

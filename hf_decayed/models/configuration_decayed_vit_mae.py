@@ -10,7 +10,7 @@ from transformers.utils.versions import require_version
 
 
 # Checked before anything else is imported, so that an older library answers with a version and not with a missing name.
-require_version("transformers>=5.12.0", "Decayed MAE needs it: `pip install -U transformers`.")
+require_version("transformers>=5.18.0", "Decayed MAE needs it: `pip install -U transformers`.")
 
 from huggingface_hub.dataclasses import strict  # noqa: E402
 from transformers import PreTrainedConfig, ViTMAEConfig  # noqa: E402
