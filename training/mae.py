@@ -216,7 +216,8 @@ def main():
     if held_out is None:
         held_out, train = hold_out(train, options.eval_test_samples)
     if options.max_train_samples is not None:
-        train = train.take(options.max_train_samples)
+        number = options.max_train_samples if options.streaming else min(options.max_train_samples, len(train))
+        train = train.take(number)
     augmentation = Augmentation(
         as_pair(config.image_size),
         config.num_channels,
