@@ -135,6 +135,13 @@ def test_warnings_of_unwise_decays():
         DecayedViTMAEConfig(shortcut_schedule="learned")
 
 
+def test_too_shallow_for_the_rule_of_thumb_is_not_too_shallow_for_a_value():
+    shallow = {**TINY_SIZES, "shortcut_scope": "attention"}
+    assert DecayedViTMAEConfig(**shallow, shortcut_decay=0.8).shortcut_decay == 0.8
+    with pytest.raises(Exception, match="cannot reach an effective decay of 0.003"):
+        DecayedViTMAEConfig(**shallow, shortcut_decay="auto")
+
+
 def test_config_of_vit_mae_becomes_the_plain_preset(tmp_path):
     ViTMAEConfig(**TINY_SIZES, norm_pix_loss=True).save_pretrained(tmp_path)
     config = DecayedViTMAEConfig.from_pretrained(tmp_path)

@@ -279,10 +279,13 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
                 stacklevel=2,
             )
         if chosen_by_hand and not 1e-4 <= self.effective_decay() <= 1e-1:
+            try:
+                hint = f"; the rule of thumb (`'auto'`) is {self.suggested_shortcut_decay():.3f}."
+            except ValueError:  # too few branches for the rule; that is no reason to refuse a value set by hand
+                hint = "."
             warnings.warn(
                 f"`shortcut_decay={self.shortcut_decay}` over {self.num_hidden_layers} layers gives an effective decay "
-                f"of {self.effective_decay():.1e}, outside [1e-4, 1e-1]; the rule of thumb (`'auto'`) is "
-                f"{self.suggested_shortcut_decay():.3f}.",
+                f"of {self.effective_decay():.1e}, outside [1e-4, 1e-1]{hint}",
                 stacklevel=2,
             )
 
