@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, IterableDataset, Value, load_dataset, load_from_disk
+from datasets import ClassLabel, Dataset, IterableDataset, Value, load_dataset, load_from_disk
 from datasets import Image as ImageFeature
 from datasets.exceptions import DatasetsError
 from PIL import Image, ImageOps
@@ -77,12 +77,16 @@ def load_splits(
     return splits[train_split], splits[eval_split] if eval_split else None, name
 
 
-def load_path(path: Path, streaming: bool) -> DatasetDict | Dataset:
+def load_path(path: Path, streaming: bool) -> dict | Dataset:
     if not path.exists():
         raise DataError(f"There is nothing at '{path}'.")
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
-            return load_from_disk(str(path))
+            saved = load_from_disk(str(path))
+            if not streaming:
+                return saved
+            splits = saved if isinstance(saved, dict) else {"train": saved}
+            return {name: split.to_iterable_dataset() for name, split in splits.items()}
         return load_dataset(str(path), streaming=streaming)
     builders = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
     if path.suffix not in builders:

@@ -1,28 +1,71 @@
-"""A Hub on loopback, enough of it for `huggingface_hub`'s own client to list and download repositories from folders."""
+"""A Hub on loopback: `huggingface_hub`'s own client lists, downloads, creates and fills repositories that are folders."""
 
+import base64
 import contextlib
 import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    """Serves `root/user/name/...` as the repository `user/name` with one commit on `main`."""
+    """Serves `root/user/name/...` as the repository `user/name` with one commit on `main`; data sets likewise."""
 
     def do_GET(self):
-        path = unquote(urlsplit(self.path).path).strip("/")
-        if path.startswith("api/models/"):
-            self.answer_api(path.removeprefix("api/models/").split("/"))
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if parts[0] == "api" and parts[1] in ("models", "datasets"):
+            self.answer_api(parts[2:])
+        elif parts[0] == "api":
+            self.fail("EntryNotFound")
         else:
-            self.answer_file(path.split("/"))
+            self.answer_file(parts[1:] if parts[0] == "datasets" else parts)
 
     do_HEAD = do_GET
+
+    def do_POST(self):
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if parts[1:] == ["repos", "create"]:
+            wanted = json.loads(body)
+            repository = f"{wanted.get('organization') or 'user'}/{wanted['name']}"
+            Path(self.server.root, repository).mkdir(parents=True, exist_ok=True)
+            answer = {"url": f"{self.server.url}/{repository}", "name": repository, "id": repository}
+        elif parts[1:] == ["validate-yaml"]:
+            answer = {"errors": [], "warnings": []}
+        elif parts[4:5] == ["paths-info"]:
+            folder = Path(self.server.root, *parts[2:4])
+            paths = [folder / name for name in parse_qs(body.decode())["paths"]]
+            answer = [entry(path, folder) for path in paths if path.exists()]
+        elif parts[4:5] == ["preupload"]:
+            # Files in the commit itself: neither LFS nor xet.
+            answer = {
+                "files": [
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for file in json.loads(body)["files"]
+                ]
+            }
+        else:
+            self.commit(Path(self.server.root, *parts[2:4]), [json.loads(line) for line in body.splitlines()])
+            answer = {
+                "commitUrl": f"{self.server.url}/{parts[2]}/{parts[3]}/commit/{COMMIT}",
+                "commitOid": COMMIT,
+                "success": True,
+            }
+        self.send(json.dumps(answer).encode(), "application/json")
+
+    def commit(self, folder, changes):
+        for change in changes:
+            if change["key"] == "file":
+                path = folder / change["value"]["path"]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(base64.b64decode(change["value"]["content"]))
+            elif change["key"] == "deletedFile":
+                (folder / change["value"]["path"]).unlink()
 
     def repository(self, parts):
         folder = Path(self.server.root, *parts[:2])
@@ -34,16 +77,15 @@ class HubHandler(BaseHTTPRequestHandler):
     def answer_api(self, parts):
         if (folder := self.repository(parts)) is None:
             return
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        names = [path.relative_to(folder).as_posix() for path in files]
         if parts[2:3] == ["tree"]:
-            entries = [
-                {"type": "file", "path": name, "size": path.stat().st_size, "oid": etag(path)}
-                for name, path in zip(names, files)
-            ]
-            self.send(json.dumps(entries).encode(), "application/json")
+            inside = folder.joinpath(*parts[4:])
+            if not inside.is_dir():
+                return self.fail("EntryNotFound")
+            wanted = inside.rglob("*") if "recursive=true" in self.path.lower() else inside.iterdir()
+            self.send(json.dumps([entry(path, folder) for path in sorted(wanted)]).encode(), "application/json")
         else:
-            siblings = [{"rfilename": name} for name in names]
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            siblings = [{"rfilename": path.relative_to(folder).as_posix()} for path in files]
             info = {"id": "/".join(parts[:2]), "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}
             self.send(json.dumps(info).encode(), "application/json")
 
@@ -72,6 +114,13 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def entry(path, folder):
+    name = path.relative_to(folder).as_posix()
+    if path.is_dir():
+        return {"type": "directory", "path": name, "oid": "0" * 40}
+    return {"type": "file", "path": name, "size": path.stat().st_size, "oid": etag(path)}
 
 
 def etag(path):

@@ -2,12 +2,13 @@
 
 import io
 import itertools
+import tarfile
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, IterableDataset, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
@@ -198,10 +199,26 @@ def test_paths(tmp_path):
     for kind in "ab":
         (tmp_path / "folder" / "train" / kind).mkdir(parents=True)
         Image.new("RGB", (9, 9)).save(tmp_path / "folder" / "train" / kind / "x.png")
-    for path, rows in (("train.parquet", 4), ("arrow", 4), ("folder", 2)):
+    (tmp_path / "tars").mkdir()
+    for number in range(2):
+        with tarfile.open(tmp_path / "tars" / f"train-{number}.tar", "w") as tar:
+            for key, row in enumerate(table):
+                for suffix, content in (("png", png(np.array(row["picture"]))["bytes"]), ("cls", b"1")):
+                    member = tarfile.TarInfo(f"{number}{key}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    for path, rows, columns in (
+        ("train.parquet", 4, ("picture", "kind")),
+        ("arrow", 4, ("picture", "kind")),
+        ("folder", 2, ("image", "label")),
+        ("tars", 8, ("png", "cls")),
+        ("tars/train-0.tar", 4, ("png", "cls")),
+    ):
         train, test, name = load_splits(dataset_path=str(tmp_path / path))
-        assert len(train) == rows and test is None and name == path
-        assert find_columns(train)[0] in ("picture", "image")
+        assert len(train) == rows and test is None and name == path.split("/")[-1]
+        assert find_columns(train) == columns
+        stream, _, _ = load_splits(dataset_path=str(tmp_path / path), streaming=True)
+        assert isinstance(stream, IterableDataset) and find_columns(stream) == columns and len(list(stream)) == rows
     with pytest.raises(DataError, match="There is nothing at"):
         load_splits(dataset_path=str(tmp_path / "absent"))
     with pytest.raises(DataError, match="neither a folder nor a file of kind .parquet, .arrow, .tar"):

@@ -16,9 +16,13 @@ import torch
 import yaml
 from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
+from loopback_hub import serve
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoImageProcessor, AutoModel
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoImageProcessor, AutoModel, AutoModelForPreTraining, ViTMAEConfig, ViTMAEForPreTraining
+
+from hf_decayed.data import load_splits
 
 
 ROOT = Path(__file__).parents[1]
@@ -83,8 +87,10 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def run(*arguments, code=0, **keywords):
-    result = subprocess.run(command(*arguments, **keywords), env=environment(), capture_output=True, text=True)
+def run(*arguments, code=0, variables=None, **keywords):
+    result = subprocess.run(
+        command(*arguments, **keywords), env={**environment(), **(variables or {})}, capture_output=True, text=True
+    )
     assert result.returncode == code, (result.stdout + result.stderr)[-3000:]
     return result
 
@@ -106,7 +112,7 @@ def losses(output):
 
 
 def test_a_run_and_its_resumption(recipe, tmp_path):
-    whole = run(recipe, tmp_path / "whole", "--eval_every", 6)
+    whole = run(recipe, tmp_path / "whole", "--eval_every", 6, "--report_to", "tensorboard")
     results = json.loads((tmp_path / "whole" / "results.json").read_text())
     for name in ("loss", "knn_accuracy", "knn_accuracy_pixels", "knn_accuracy_untrained", "effective_rank"):
         assert np.isfinite(results[name]), name
@@ -117,6 +123,9 @@ def test_a_run_and_its_resumption(recipe, tmp_path):
     for picture in ("reconstructions.png", "curves.png", "reconstructions/step-00000006.png"):
         assert Image.open(tmp_path / "whole" / picture).size[0] > 300
     assert "1 process(es) on cpu" in whole.stdout
+    events = EventAccumulator(str(tmp_path / "whole" / "mae")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [2, 4, 6, 8, 10, 12]
+    assert [event.step for event in events.Scalars("knn_accuracy")] == [6, 12]
     assert AutoImageProcessor.from_pretrained(tmp_path / "whole").size["height"] == 16
     features = AutoModel.from_pretrained(tmp_path / "whole").eval()(torch.randn(2, 1, 16, 16)).pooler_output
     assert features.shape == (2, 32)
@@ -297,3 +306,77 @@ def test_two_processes_do_what_one_does(recipe, tmp_path):
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert one.keys() == two.keys() and len(one) == 20
     assert max(abs(one[step] - two[step]) for step in one) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_from_the_hub_and_to_it(recipe, tmp_path):
+    """A data set by its name, and the result uploaded; then anyone loads it by name, without checkpoints in it."""
+    data = tmp_path / "hub" / "user" / "images" / "data"
+    data.mkdir(parents=True)
+    for split, rows in zip(("train", "test"), load_splits()):
+        rows.select(range(80)).to_parquet(data / f"{split}-00000-of-00001.parquet")
+    cache = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache"), "HF_TOKEN": "hf_secret"}
+    with serve(tmp_path / "hub") as server:
+        variables = {**cache, "HF_ENDPOINT": server.url}
+        flags = ["--dataset_name", "user/images", "--push_to_hub", "user/my-mae"]
+        result = run(recipe, tmp_path / "out", *flags, variables=variables)
+        assert "user/images: 72 images in memory" in result.stdout and "uploaded to user/my-mae" in result.stdout
+        loading = (
+            "from transformers import AutoModel; AutoModel.from_pretrained('user/my-mae', trust_remote_code=True)"
+        )
+        subprocess.run([sys.executable, "-c", loading], env={**os.environ, **variables}, check=True)
+        absent = run(recipe, tmp_path / "absent", "--dataset_name", "user/absent", variables=variables, code=2)
+        assert "mae.py: 'user/absent' could not be loaded" in absent.stderr
+    # Nowhere to upload to is found out before training, not after.
+    refused = run(recipe, tmp_path / "late", "--push_to_hub", "user/my-mae", variables=variables, code=2)
+    assert "mae.py: The repository 'user/my-mae' cannot be made: " in refused.stderr.strip().splitlines()[-1]
+    assert not (tmp_path / "late").exists()
+    uploaded = {path.name for path in (tmp_path / "hub" / "user" / "my-mae").rglob("*")}
+    assert {"model.safetensors", "README.md", "results.json", "modeling_decayed_vit_mae.py", "curves.png"} <= uploaded
+    assert not uploaded & {"checkpoints", "arguments.json", "optimizer.bin"}
+    for path in (tmp_path / "out").rglob("*"):
+        assert path.is_dir() or b"hf_secret" not in path.read_bytes(), path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_started_from_weights_and_warned_of_a_blow_up(recipe, tmp_path):
+    sizes = {name: value for name, value in RECIPE["fields"].items() if name != "hidden_dropout_prob"}
+    theirs = ViTMAEForPreTraining(ViTMAEConfig(**sizes))
+    with torch.no_grad():
+        theirs.vit.layers[-1].mlp.fc2.weight *= 1e5
+    theirs.save_pretrained(tmp_path / "theirs")
+    flags = ["--init_from", tmp_path / "theirs", "--max_train_steps", 2, "--base_learning_rate", 0]
+    result = run(recipe, tmp_path / "out", *flags, "--set", "final_norm=false", code=2)
+    assert "layernorm.weight" in result.stderr  # a field that the weights do not fit is an error, not a surprise
+    result = run(recipe, tmp_path / "out", *flags)
+    assert "Step 2: encoder tokens have norm" in result.stderr and "raise --shortcut_decay" in result.stderr
+    ours = AutoModelForPreTraining.from_pretrained(tmp_path / "out")
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_compiled_checkpointed_and_in_half_precision(recipe, tmp_path):
+    """What only makes it faster or smaller leaves the same files behind, and resumes."""
+    for flags, variables in (
+        (["--compile", "true"], {}),
+        (["--gradient_checkpointing", "true"], {}),
+        (["--mixed_precision", "bf16"], {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}),
+    ):
+        output = tmp_path / flags[0].strip("-")
+        flags = [*flags, "--set", "hidden_dropout_prob=0.0"]
+        run(recipe, output, *flags, variables=variables)
+        whole = weights(output)
+        assert AutoModel.from_pretrained(output).num_parameters() > 0
+        (output / "results.json").unlink()
+        resumed = run(recipe, output, *flags, "--resume_from_checkpoint", "latest", variables=variables)
+        assert "resumed at step 10" in resumed.stdout
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
+    run(recipe, tmp_path / "plain", "--set", "hidden_dropout_prob=0.0")
+    expected = losses(tmp_path / "plain")
+    for name, tolerance in (("compile", 1e-5), ("gradient_checkpointing", 1e-6), ("mixed_precision", 0.02)):
+        found = losses(tmp_path / name)
+        assert all(abs(found[step] - loss) < tolerance for step, loss in expected.items()), (name, found, expected)

@@ -190,6 +190,15 @@ def main():
             f"{options.gradient_accumulation_steps} accumulation step(s) make {parts} parts."
         )
 
+    repository = None
+    if (
+        options.push_to_hub and accelerator.is_main_process
+    ):  # first, so that a missing right is found out before training
+        try:
+            repository = HfApi().create_repo(options.push_to_hub, exist_ok=True).repo_id
+        except Exception as error:  # the client raises whatever its HTTP library does
+            raise DataError(f"The repository '{options.push_to_hub}' cannot be made: {error}") from error
+
     # Model.
     make_config = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
     if options.init_from:
@@ -445,12 +454,15 @@ def main():
         card(config, results).save(options.output_dir / "README.md")
         print(summary(results))
         print(f"model, results.json, reconstructions.png, curves.png: {options.output_dir}")
-        if options.push_to_hub:
-            hub = HfApi()
-            repository = hub.create_repo(options.push_to_hub, exist_ok=True).repo_id
-            hub.upload_folder(
-                repo_id=repository, folder_path=options.output_dir, ignore_patterns=["checkpoints/*", "arguments.json"]
-            )
+        if repository:
+            left_out = ["checkpoints/*", "arguments.json"]
+            try:
+                HfApi().upload_folder(repo_id=repository, folder_path=options.output_dir, ignore_patterns=left_out)
+            except Exception as error:
+                again = " ".join(f"--exclude '{pattern}'" for pattern in left_out)
+                raise DataError(
+                    f"Trained and saved, but not uploaded ({error}); try `hf upload {repository} {options.output_dir} . {again}`."
+                ) from error
             print(f"uploaded to {repository}")
     accelerator.end_training()
 
