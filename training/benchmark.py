@@ -1,7 +1,7 @@
 """Speed against named peers, in one run.
 
     python training/benchmark.py models      MAE step and features against transformers' ViTMAE
-    python training/benchmark.py data        a step with real images over one with synthetic images; against `Trainer`
+    python training/benchmark.py data        real images against synthetic ones; mae.py against transformers' `Trainer`
     python training/benchmark.py training    images a second and share of the machine's peak
     python training/benchmark.py models --sizes tiny --rounds 9 --output model_cards/results/benchmark_models.json
 
@@ -10,6 +10,7 @@ within a round. Printed: images a second (median), ratio (median, smallest and l
 """
 
 import argparse
+import contextlib
 import json
 import math
 import platform
@@ -18,20 +19,25 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
+import datasets
+import mae
 import numpy as np
 import torch
 import transformers
+from datasets import Dataset
 from PIL import Image
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-import hf_decayed
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
 from hf_decayed.data import Augmentation, EpochBatches, TrainingImages, crop_boxes, load_splits
+from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import select_rows
+from hf_decayed.runs import flags_without_paths, versions
 
 
 PEER = "transformers ViTMAE"
@@ -109,15 +115,10 @@ def main():
     torch.manual_seed(0)
     benchmark = {"models": benchmark_models, "data": benchmark_data, "training": benchmark_training}[arguments.command]
     results = {
-        "command": " ".join(["python", "training/benchmark.py", *(Path(word).name for word in sys.argv[1:])]),
+        "command": " ".join(["python", "training/benchmark.py", *flags_without_paths()]),
         "machine": f"{platform.machine()} {arguments.device}, {arguments.threads} thread(s)",
         "dtype": arguments.dtype,
-        "versions": {
-            "hf_decayed": hf_decayed.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "seed": 0,
         "tables": benchmark(arguments),
     }
@@ -164,39 +165,64 @@ def benchmark_models(arguments) -> list[dict]:
 
 
 def benchmark_data(arguments) -> list[dict]:
-    """The tiny model on the bundled images: what loading costs, and the whole loop against `Trainer`'s."""
-    batch_size = arguments.batch_size or 128
-    fields = {**SIZES["tiny"]["fields"], "num_channels": 1}
-    models = build_models(fields, arguments)
-    config = models["default, 0.6"].config
+    """What real images cost beside one batch over and over, and the whole of mae.py against `Trainer`."""
+    tables = []
     train, _, _ = load_splits()
-    augmentation = Augmentation((32, 32), 1, math.prod(config.grid_size), mean=[0.449], std=[0.226], seed=0)
-    images = TrainingImages(train, "image", augmentation)
-    images_per_round = arguments.steps * batch_size
+    tables.append(real_against_synthetic("tiny", train, "image", "bundled images, held in memory", arguments))
+    if "base" in arguments.sizes.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            photographs = Dataset.from_list([{"image": path} for path in save_photographs(Path(folder), 64)])
+            photographs = photographs.cast_column("image", datasets.Image())
+            title = "500 x 375 JPEGs, decoded and cropped in the same process"
+            tables.append(real_against_synthetic("base", photographs, "image", title, arguments, memory_limit=0))
+    tables.append(mae_against_trainer(train, arguments))
+    return tables
 
-    def ours(label, synthetic):
-        step = pretraining_step(label, models[label], None, arguments, return_logits=False)
-        batches = EpochBatches(len(images), batch_size, 0, 0, 10**9)
-        loader = iter(torch.utils.data.DataLoader(images, batch_sampler=batches, collate_fn=lambda batch: batch))
-        batch = next(loader)
 
-        def run():
-            for _ in range(arguments.steps):
-                step(
-                    **{
-                        name: each.to(arguments.device)
-                        for name, each in (batch if synthetic else next(loader)).items()
-                    }
-                )
-
-        return run
-
-    table = take_turns(
-        f"tiny, batch {batch_size}: images in memory, cropped and flipped, against one batch over and over",
-        {"default, 0.6, synthetic": ours("default, 0.6", True), "default, 0.6, real": ours("default, 0.6", False)},
-        images_per_round,
-        arguments,
+def real_against_synthetic(size, dataset, column, title, arguments, **options) -> dict:
+    """One process, no workers to hide in: what loading costs at most."""
+    channels = 1 if size == "tiny" else 3
+    fields = {**SIZES[size]["fields"], "num_channels": channels}
+    batch_size = arguments.batch_size or SIZES[size]["batch_size"]
+    model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**fields)).to(arguments.device)
+    step = pretraining_step("ours", model, None, arguments, return_logits=False)
+    augmentation = Augmentation(
+        as_pair(model.config.image_size),
+        channels,
+        math.prod(model.config.grid_size),
+        mean=[0.45] * channels,
+        std=[0.22] * channels,
+        seed=0,
     )
+    images = TrainingImages(dataset, column, augmentation, **options)
+    batches = EpochBatches(len(images), batch_size, 0, 0, 10**9)
+    loader = iter(torch.utils.data.DataLoader(images, batch_sampler=batches, collate_fn=lambda batch: batch))
+    synthetic = next(loader)
+
+    def run(next_batch):
+        for _ in range(arguments.steps):
+            step(**{name: each.to(arguments.device) for name, each in next_batch().items()})
+
+    runs = {"real images": lambda: run(lambda: next(loader)), "synthetic images": lambda: run(lambda: synthetic)}
+    return take_turns(f"{size}, batch {batch_size}: {title}", runs, arguments.steps * batch_size, arguments)
+
+
+def save_photographs(folder: Path, number: int) -> list[str]:
+    """JPEGs of the usual size and of about the usual bytes: blurred noise."""
+    random = np.random.default_rng(0)
+    paths = []
+    for index in range(number):
+        image = Image.fromarray(random.integers(0, 256, (94, 125, 3), dtype=np.uint8)).resize((500, 375))
+        paths.append(str(folder / f"{index}.jpg"))
+        image.save(paths[-1], quality=90)
+    return paths
+
+
+def mae_against_trainer(train, arguments) -> dict:
+    """Wall-clock time of the same steps in mae.py's own `main` and in transformers' `Trainer`; the first few not counted."""
+    batch_size = arguments.batch_size or 128
+    warm, steps = 4, 4 + 2 * arguments.steps
+    fields = {**SIZES["tiny"]["fields"], "num_channels": 1, "norm_pix_loss": True}
 
     def pillow_transform(rows):
         pixels = []
@@ -205,31 +231,59 @@ def benchmark_data(arguments) -> list[dict]:
             top, left, height, width = crop_boxes(draws, image.height, image.width, (0.2, 1.0))[0]
             image = image.resize((32, 32), Image.Resampling.BICUBIC, (left, top, left + width, top + height))
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draws[0, 22] < 0.5 else image
-            pixels.append((torch.from_numpy(np.array(image, dtype=np.float32))[None] / 255 - 0.449) / 0.226)
+            pixels.append((torch.from_numpy(np.array(image, dtype=np.float32))[None] / 255 - 0.45) / 0.22)
         return {"pixel_values": pixels}
 
-    def trainer():
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, training_arguments, state, control, **_):
+            if state.global_step in (warm, steps):
+                self.times = [*getattr(self, "times", []), time.perf_counter()]
+
+    def trainer(folder):
+        clock = Clock()
         training_arguments = transformers.TrainingArguments(
-            tempfile.gettempdir(),
-            max_steps=arguments.steps,
+            folder,
+            max_steps=steps,
             per_device_train_batch_size=batch_size,
             remove_unused_columns=False,
+            logging_steps=10,
             save_strategy="no",
             report_to=[],
-            disable_tqdm=True,
             use_cpu=arguments.device == "cpu",
         )
-        dataset = train.with_transform(pillow_transform)
-        transformers.Trainer(models[PEER], training_arguments, train_dataset=dataset).train()
+        transformers.Trainer(
+            ViTMAEForPreTraining(ViTMAEConfig(**fields)),
+            training_arguments,
+            train_dataset=train.with_transform(pillow_transform),
+            callbacks=[clock],
+        ).train()
+        return clock.times[1] - clock.times[0]
 
-    end_to_end = take_turns(
-        f"tiny, batch {batch_size}: images, step and optimizer together",
-        {"transformers ViTMAE in Trainer": trainer}
-        | {label: ours(label, False) for label in ("plain preset", "default, 0.6")},
-        images_per_round,
+    def script(folder, preset):
+        flags = ["--output_dir", folder, "--recipe", "tiny", "--preset", preset, "--batch_size", batch_size]
+        flags += ["--max_train_steps", steps, "--log_every", warm, "--cpu_threads", arguments.threads]
+        flags += ["--eval_train_samples", 20, "--eval_test_samples", 20, "--attn_implementation", arguments.attention]
+        flags += ["--set", "norm_pix_loss=true"]
+        with mock.patch.object(sys, "argv", ["mae.py", *map(str, flags)]):
+            mae.main()
+        records = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+        rates = [record["images_per_second"] for record in records if record.get("images_per_second")]
+        return sum(warm * batch_size / rate for rate in rates[1:])
+
+    def run(training, *options):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+            return training(folder, *options)
+
+    return take_turns(
+        f"tiny, batch {batch_size}: {steps - warm} whole steps (images, model, optimizer, logging)",
+        {
+            "transformers ViTMAE in Trainer": lambda: run(trainer),
+            "mae.py --preset plain": lambda: run(script, "plain"),
+            "mae.py": lambda: run(script, "default"),
+        },
+        (steps - warm) * batch_size,
         arguments,
     )
-    return [table, end_to_end]
 
 
 def benchmark_training(arguments) -> list[dict]:
@@ -316,10 +370,10 @@ def take_turns(title: str, runs: dict, batch_size: int, arguments) -> dict:
     def seconds(run):
         clock = time.process_time if arguments.device == "cpu" and arguments.threads == 1 else time.perf_counter
         start = clock()
-        run()
+        measured = run()  # a run that knows which part of it counts returns its seconds
         if arguments.device != "cpu":
             torch.accelerator.synchronize()
-        return clock() - start
+        return measured if isinstance(measured, float) else clock() - start
 
     for run in runs.values():
         run()

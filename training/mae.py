@@ -13,17 +13,12 @@ import itertools
 import json
 import math
 import os
-import platform
-import shutil
-import signal
 import sys
 import time
 import warnings
 from pathlib import Path
 
 import torch
-import transformers
-import yaml
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration, gather_object, set_seed
 from datasets import IterableDataset
@@ -32,7 +27,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
-import hf_decayed
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
 from hf_decayed.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
 from hf_decayed.cli import field_and_value
@@ -52,6 +46,16 @@ from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
 from hf_decayed.optimization import parameter_groups, warmup_cosine
 from hf_decayed.pictures import reconstructions, save_curves, save_reconstructions
+from hf_decayed.runs import (
+    MetricsFile,
+    StopSignal,
+    boolean,
+    clear_finished_run,
+    flags_without_paths,
+    names_of,
+    parse_with_recipe,
+    versions,
+)
 
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -61,11 +65,7 @@ BLOW_UP = 30.0
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--recipe",
-        default="tiny",
-        help=f"one of {', '.join(sorted(f.stem for f in RECIPES.glob('*.yaml')))}, or a YAML file",
-    )
+    parser.add_argument("--recipe", default="tiny", help=f"one of {names_of(RECIPES)}, or a YAML file")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/mae"))
     parser.add_argument("--seed", type=int, default=0)
 
@@ -97,6 +97,10 @@ def parse_arguments(arguments=None):
     model.add_argument("--shortcut_decay", type=lambda text: text if text == "auto" else float(text))
     model.add_argument(
         "--set", dest="fields", action="append", type=field_and_value, metavar="FIELD=VALUE", help="any config field"
+    )
+    model.add_argument(
+        "--attn_implementation",
+        help="sdpa, eager, flash_attention_2, ...; when not given sdpa, or eager for bf16 on a CPU, where it is faster",
     )
     model.add_argument("--init_from", help="checkpoint folder or repository to start from")
 
@@ -135,32 +139,14 @@ def parse_arguments(arguments=None):
     running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
     running.add_argument("--push_to_hub", metavar="REPOSITORY", help="repository to upload the result to")
 
-    recipe = parser.parse_known_args(arguments)[0].recipe
-    path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else RECIPES / f"{recipe}.yaml"
-    if not path.is_file():
-        parser.error(
-            f"there is no recipe '{recipe}'; there are {', '.join(sorted(f.stem for f in RECIPES.glob('*.yaml')))}"
-        )
-    values = yaml.safe_load(path.read_text())
-    recipe_fields = values.pop("fields", {})
-    unknown = values.keys() - {action.dest for action in parser._actions}
-    if unknown:
-        parser.error(f"the recipe '{recipe}' sets what is no flag: {', '.join(sorted(unknown))}")
-    parser.set_defaults(**values)
-    options = parser.parse_args(arguments)
-    options.fields = {**recipe_fields, **dict(options.fields or [])}
+    options, recipe = parse_with_recipe(parser, RECIPES, arguments)
+    options.fields = {**recipe.get("fields", {}), **dict(options.fields or [])}
     if options.shortcut_decay is not None:
         options.fields["shortcut_decay"] = options.shortcut_decay
     for name in ("batch_size", "gradient_accumulation_steps", "checkpointing_steps", "log_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     return options
-
-
-def boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text.lower() == "true"
 
 
 def main():
@@ -200,11 +186,17 @@ def main():
             raise DataError(f"The repository '{options.push_to_hub}' cannot be made: {error}") from error
 
     # Model.
-    make_config = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
+    slow_sdpa = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
+    attention = options.attn_implementation or ("eager" if slow_sdpa else "sdpa")
     if options.init_from:
-        model = DecayedViTMAEForPreTraining.from_pretrained(options.init_from, dtype=torch.float32, **options.fields)
+        model = DecayedViTMAEForPreTraining.from_pretrained(
+            options.init_from, dtype=torch.float32, attn_implementation=attention, **options.fields
+        )
     else:
-        model = DecayedViTMAEForPreTraining(make_config(options.size, **options.fields))
+        make_config = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
+        model = DecayedViTMAEForPreTraining._from_config(
+            make_config(options.size, **options.fields), attn_implementation=attention
+        )
     config = model.config
     processor = image_processor(config)
     normalisation = {"mean": list(processor.image_mean), "std": list(processor.image_std)}
@@ -304,9 +296,10 @@ def main():
         clear_finished_run(options.output_dir)
     accelerator.wait_for_everyone()
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
+    accelerator.init_trackers("mae", config={name: str(value) for name, value in vars(options).items()})
     if step == 0:
         log.write({"step": 0, **untrained})
-    accelerator.init_trackers("mae", config={name: str(value) for name, value in vars(options).items()})
+        accelerator.log(untrained, step=0)
 
     loader_arguments = {
         "num_workers": 0 if images.memory is not None else options.num_workers,
@@ -417,6 +410,7 @@ def main():
     bar.close()
     final = plain_model if average is None else average.module
     measured = probe.measure(final)
+    accelerator.log(measured, step=step)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         log.write({"step": step, **measured})
@@ -431,7 +425,7 @@ def main():
             "images_seen": step * options.batch_size,
             "skipped_steps": skipped,
             "seconds": round(time.time() - started, 1),
-            "command": " ".join(["accelerate launch", "training/mae.py", *command_line()]),
+            "command": " ".join(["accelerate launch", "training/mae.py", *flags_without_paths()]),
             "dataset": {
                 "name": dataset_name,
                 "fingerprint": None if options.streaming else images.fingerprint(),
@@ -440,12 +434,7 @@ def main():
             "seed": options.seed,
             "processes": accelerator.num_processes,
             "precision": accelerator.mixed_precision,
-            "versions": {
-                "hf_decayed": hf_decayed.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
         }
         final.save_pretrained(options.output_dir)
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -465,18 +454,6 @@ def main():
                 ) from error
             print(f"uploaded to {repository}")
     accelerator.end_training()
-
-
-def clear_finished_run(folder: Path) -> None:
-    """Makes room for a new run; one that did not finish is not thrown away."""
-    if any((folder / "checkpoints").glob("step-*")):
-        if not (folder / "results.json").exists():
-            raise DataError(
-                f"'{folder}' holds a run that did not finish: go on with --resume_from_checkpoint latest, "
-                "or name another --output_dir."
-            )
-        shutil.rmtree(folder / "checkpoints")
-    (folder / "results.json").unlink(missing_ok=True)
 
 
 def as_it_is(batch):
@@ -556,53 +533,6 @@ class Probe:
         pixel_values = self.normalised(self.queries[0][:8]).to(self.accelerator.device)
         rows = reconstructions(model, pixel_values, self.noise[: len(pixel_values)], **self.normalisation)
         save_reconstructions(path, *rows, normalised=model.config.norm_pix_loss)
-
-
-class MetricsFile:
-    """`metrics.jsonl`; a resumed run drops what an earlier one wrote after the step it resumes from."""
-
-    def __init__(self, path: Path, step: int, writing: bool):
-        self.path, self.writing = path, writing
-        if writing:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [record for record in self.records() if record["step"] <= step] if step and path.exists() else []
-            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
-
-    def write(self, record: dict) -> None:
-        if self.writing:
-            with self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-
-    def records(self) -> list[dict]:
-        lines = self.path.read_text().splitlines()
-        records = []
-        for line in lines:
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:  # the line that a killed process was writing
-                continue
-        return records
-
-    def last(self, name: str):
-        return next(record[name] for record in reversed(self.records()) if name in record)
-
-
-class StopSignal:
-    """Remembers SIGTERM and Ctrl-C until the step is done; a second one stops at once."""
-
-    def __init__(self):
-        self.asked, self.name = False, "another process"
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.receive)
-
-    def receive(self, number, frame):
-        self.asked, self.name = True, signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
-
-
-def command_line() -> list[str]:
-    """The flags given, without local paths."""
-    return [Path(word).name if "/" in word else word for word in sys.argv[1:]]
 
 
 def summary(results: dict) -> str:

@@ -1,0 +1,114 @@
+"""What the run of a training script has: a recipe, a folder with metrics, a way to be stopped."""
+
+import argparse
+import json
+import platform
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+import yaml
+
+from . import __version__
+from .data import DataError
+
+
+def names_of(recipes: Path) -> str:
+    return ", ".join(sorted(path.stem for path in recipes.glob("*.yaml")))
+
+
+def parse_with_recipe(
+    parser: argparse.ArgumentParser, recipes: Path, arguments=None
+) -> tuple[argparse.Namespace, dict]:
+    """Options: from the command line, else from the file that `--recipe` names, else the parser's; and that file.
+
+    A recipe may hold `fields` of the model's config besides flags: a dictionary, which flags cannot be.
+    """
+    recipe = parser.parse_known_args(arguments)[0].recipe
+    path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes / f"{recipe}.yaml"
+    if not path.is_file():
+        parser.error(f"there is no recipe '{recipe}'; there are {names_of(recipes)}")
+    values = yaml.safe_load(path.read_text())
+    flags = {name: value for name, value in values.items() if name != "fields"}
+    unknown = flags.keys() - {action.dest for action in parser._actions}
+    if unknown:
+        parser.error(f"the recipe '{recipe}' sets what is no flag: {', '.join(sorted(unknown))}")
+    parser.set_defaults(**flags)
+    return parser.parse_args(arguments), values
+
+
+def boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return text.lower() == "true"
+
+
+def flags_without_paths() -> list[str]:
+    """The command line, with files named and not where they lie."""
+    return [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+
+
+def versions() -> dict[str, str]:
+    return {
+        "hf_decayed": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def clear_finished_run(folder: Path) -> None:
+    """Makes room for a new run; one that did not finish is not thrown away."""
+    if any((folder / "checkpoints").glob("step-*")):
+        if not (folder / "results.json").exists():
+            raise DataError(
+                f"'{folder}' holds a run that did not finish: go on with --resume_from_checkpoint latest, "
+                "or name another --output_dir."
+            )
+        shutil.rmtree(folder / "checkpoints")
+    (folder / "results.json").unlink(missing_ok=True)
+
+
+class MetricsFile:
+    """`metrics.jsonl`; a resumed run drops what an earlier one wrote after the step it resumes from."""
+
+    def __init__(self, path: Path, step: int, writing: bool):
+        self.path, self.writing = path, writing
+        if writing:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [record for record in self.records() if record["step"] <= step] if step and path.exists() else []
+            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+    def write(self, record: dict) -> None:
+        if self.writing:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def records(self) -> list[dict]:
+        lines = self.path.read_text().splitlines()
+        records = []
+        for line in lines:
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:  # the line that a killed process was writing
+                continue
+        return records
+
+    def last(self, name: str):
+        return next(record[name] for record in reversed(self.records()) if name in record)
+
+
+class StopSignal:
+    """Remembers SIGTERM and Ctrl-C until the step is done; a second one stops at once."""
+
+    def __init__(self):
+        self.asked, self.name = False, "another process"
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.receive)
+
+    def receive(self, number, frame):
+        self.asked, self.name = True, signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)
