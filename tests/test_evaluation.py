@@ -1,10 +1,20 @@
 """Measurements against independent implementations."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
+import scipy.linalg
 import torch
+from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
-from hf_decayed.evaluation import effective_rank, knn_accuracy
+from hf_decayed.evaluation import (
+    effective_rank,
+    frechet_distance,
+    kernel_distance,
+    knn_accuracy,
+    precision_recall,
+)
 
 
 def by_hand(train, train_labels, test, test_labels, k, temperature):
@@ -32,6 +42,17 @@ def test_knn(k, temperature):
     tensors = [torch.from_numpy(array) for array in (train, train_labels, test, test_labels)]
     assert 0.2 < expected < 0.95
     assert knn_accuracy(*tensors, k=k, temperature=temperature, chunk_size=64) == expected
+    with mock.patch("hf_decayed.evaluation.knn.BANK_BLOCK", 15):  # a bank in blocks smaller than k
+        assert knn_accuracy(*tensors, k=k, temperature=temperature) == expected
+
+
+def test_knn_majority_is_scikit_learns():
+    random = np.random.default_rng(0)
+    train, test = random.normal(size=(400, 8)), random.normal(size=(200, 8))
+    train_labels, test_labels = (3 * (x[:, 0] > 0.3) + (x[:, 1] > 0) for x in (train, test))
+    theirs = KNeighborsClassifier(7, metric="cosine").fit(train, train_labels).score(test, test_labels)
+    tensors = [torch.from_numpy(array) for array in (train, train_labels, test, test_labels)]
+    assert knn_accuracy(*tensors, k=7, temperature=None) == theirs
 
 
 @pytest.mark.parametrize(
@@ -41,7 +62,16 @@ def test_knn(k, temperature):
         ({"k": 0}, "got 0"),
         ({"temperature": 0.0}, "`temperature` must be positive"),
         ({"test_features": torch.full((5, 4), torch.nan)}, "test: 5 features hold NaN"),
-        ({"train_labels": torch.zeros(9, dtype=torch.long)}, r"train: .*got \(10, 4\) and \(9,\)"),
+        ({"train_labels": torch.arange(9)}, r"train: 10 features need as many labels, got shape \(9,\)"),
+        (
+            {"train_labels": torch.zeros(10, dtype=torch.long)},
+            "train: all labels are 0; there is nothing to tell apart",
+        ),
+        ({"train_labels": torch.rand(10)}, "train: labels must be whole numbers, got torch.float32"),
+        (
+            {"num_classes": 2, "test_labels": torch.full((5,), 2)},
+            "Label 2 is out of range: with 2 classes they end at 1",
+        ),
         ({"test_labels": torch.full((5,), -1)}, "test: labels must be counted from 0, got -1"),
         ({"test_features": torch.ones(5, 3)}, "one width, got 4 in training and 3 in test"),
     ],
@@ -49,7 +79,7 @@ def test_knn(k, temperature):
 def test_knn_refuses(change, message):
     arguments = {
         "train_features": torch.randn(10, 4),
-        "train_labels": torch.zeros(10, dtype=torch.long),
+        "train_labels": torch.arange(10) % 2,
         "test_features": torch.randn(5, 4),
         "test_labels": torch.zeros(5, dtype=torch.long),
         "k": 3,
@@ -83,3 +113,60 @@ def test_effective_rank_at_the_extremes():
         effective_rank(torch.tensor([[1.0, torch.nan], [0.0, 1.0]]))
     with pytest.raises(ValueError, match="`kind` must be"):
         effective_rank(equal, "stable")
+
+
+def two_sets(number=300, dim=6):
+    random = np.random.default_rng(0)
+    mix = random.normal(size=(dim, dim))
+    return random.normal(size=(number, dim)) @ mix, random.normal(size=(number - 50, dim)) * 1.3 + 0.4
+
+
+@pytest.mark.parametrize("number", [300, 56])  # 56: fewer generated samples than dimensions, so a singular covariance
+def test_frechet_distance_is_the_formula(number):
+    real, generated = two_sets(number)
+    root = scipy.linalg.sqrtm(np.cov(real.T) @ np.cov(generated.T)).real
+    expected = ((real.mean(0) - generated.mean(0)) ** 2).sum()
+    expected += np.trace(np.cov(real.T) + np.cov(generated.T) - 2 * root)
+    assert frechet_distance(*map(torch.from_numpy, (real, generated))) == pytest.approx(expected, rel=1e-6)
+    assert frechet_distance(*map(torch.from_numpy, (real, real))) == pytest.approx(0, abs=1e-6)
+
+
+def test_kernel_distance_is_the_formula():
+    real, generated = two_sets()
+    size = len(generated)
+    distances = []
+    for _ in range(2):
+        real = real[:size]
+        kernels = [(a @ b.T / 6 + 1) ** 3 for a, b in ((real, real), (generated, generated), (real, generated))]
+        within = sum((each.sum() - np.trace(each)) / (size * (size - 1)) for each in kernels[:2])
+        distances.append(within - 2 * kernels[2].mean())
+    mean, deviation = kernel_distance(*map(torch.from_numpy, (real, generated)), num_subsets=2)
+    assert mean == pytest.approx(distances[0]) and deviation == pytest.approx(0, abs=1e-9)
+    # Of one distribution: zero within the deviation; and subsets differ, but are the same each time.
+    same = torch.from_numpy(np.random.default_rng(1).normal(size=(2000, 6)))
+    mean, deviation = kernel_distance(same[:1000], same[1000:], subset_size=200)
+    assert abs(mean) < 3 * deviation and (mean, deviation) == kernel_distance(
+        same[:1000], same[1000:], subset_size=200
+    )
+
+
+def test_precision_and_recall():
+    real, generated = two_sets()
+    inside = []
+    for features, queries in ((real, generated), (generated, real)):
+        distances, _ = NearestNeighbors(n_neighbors=4).fit(features).kneighbors(features)
+        between = np.linalg.norm(queries[:, None] - features[None], axis=-1)
+        inside.append((between <= distances[:, -1]).any(1).mean())
+    assert precision_recall(*map(torch.from_numpy, (real, generated)), chunk_size=64) == pytest.approx(tuple(inside))
+    near, far = torch.randn(100, 4), torch.randn(100, 4) + 100
+    assert precision_recall(near, near) == (1.0, 1.0) and precision_recall(near, far) == (0.0, 0.0)
+
+
+def test_distances_refuse():
+    for distance in (frechet_distance, kernel_distance, precision_recall):
+        with pytest.raises(ValueError, match="generated: 2 features hold NaN"):
+            distance(torch.randn(8, 3), torch.full((2, 3), torch.nan))
+        with pytest.raises(ValueError, match="one width, got 3 .real. and 4 .generated."):
+            distance(torch.randn(8, 3), torch.randn(8, 4))
+        with pytest.raises(ValueError, match="real: need at least . features, got 1"):
+            distance(torch.randn(1, 3), torch.randn(8, 3))

@@ -484,7 +484,7 @@ class Probe:
         arguments = (image_column, label_column, size, channels, options.on_bad_image)
         self.bank = evaluation_images(some(train, options.eval_train_samples), *arguments)
         self.queries = evaluation_images(some(held_out, options.eval_test_samples), *arguments)
-        self.labelled = label_column is not None
+        self.labelled = label_column is not None and len(self.bank[1].unique()) > 1  # one class is like none
         self.noise = torch.stack(
             [
                 torch.from_numpy(sample_generator(0, 0, index).random(math.prod(config.grid_size))).float()

@@ -2,6 +2,8 @@
 
 import torch
 
+from .knn import BANK_BLOCK, check_features
+
 
 @torch.no_grad()
 def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
@@ -18,16 +20,18 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
     """
     if kind not in ("entropy", "exponential", "rankme"):
         raise ValueError(f"`kind` must be 'entropy', 'exponential' or 'rankme', got {kind!r}.")
-    if features.ndim != 2 or len(features) == 0:
-        raise ValueError(f"`features` must have shape (number, dim), got {tuple(features.shape)}.")
-    if not torch.isfinite(features).all():
-        raise ValueError(f"{int((~torch.isfinite(features)).any(1).sum())} features hold NaN or infinity.")
-    features = features.double()
-    energy = features.square().sum()
-    if kind != "rankme":
-        features = features - features.mean(dim=0)
+    check_features("features", features)
+    blocks = features.split(BANK_BLOCK)
+    mean = sum(in_double(block).sum(dim=0) for block in blocks) / len(features)
+    energy = sum(in_double(block).square().sum() for block in blocks)
+    if kind == "rankme":
+        mean = torch.zeros_like(mean)
     # The smaller of the two matrices has the same non-zero spectrum: dim x dim, or number x number for few samples.
-    gram = features.T @ features if features.shape[1] <= len(features) else features @ features.T
+    if features.shape[1] <= len(features):
+        gram = sum((centred := in_double(block) - mean).T @ centred for block in blocks)
+    else:
+        centred = in_double(features) - mean
+        gram = centred @ centred.T
     spectrum = torch.linalg.eigvalsh(gram).clamp(min=0)
     if kind == "rankme":
         spectrum = spectrum.sqrt()
@@ -38,3 +42,8 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
     shares = spectrum / total
     entropy = torch.special.entr(shares).sum()
     return float(entropy if kind == "entropy" else entropy.exp())
+
+
+def in_double(features: torch.Tensor) -> torch.Tensor:
+    """As float64, on a device that has it."""
+    return (features.cpu() if features.device.type == "mps" else features).double()

@@ -4,6 +4,9 @@ import torch
 from torch.nn import functional as F
 
 
+BANK_BLOCK = 16_384  # rows that are worked on at once, so that memory does not grow with the number of features
+
+
 @torch.no_grad()
 def knn_accuracy(
     train_features: torch.Tensor,
@@ -12,6 +15,7 @@ def knn_accuracy(
     test_labels: torch.Tensor,
     k: int = 20,
     temperature: float | None = 0.07,
+    num_classes: int | None = None,
     chunk_size: int = 256,
 ) -> float:
     """Fraction of test features whose `k` nearest training features vote for their label.
@@ -23,39 +27,64 @@ def knn_accuracy(
         temperature (`float`, *optional*, defaults to 0.07):
             A neighbour of cosine similarity s has the weight `exp(s / temperature)`. `None` gives each one vote; a tie
             goes to the smaller class.
+        num_classes (`int`, *optional*): Refuse labels from this number on.
         chunk_size (`int`, defaults to 256): Queries at a time, so that similarities never exist all at once.
     """
-    check("train", train_features, train_labels)
-    check("test", test_features, test_labels)
-    if train_features.shape[1] != test_features.shape[1]:
-        raise ValueError(
-            f"Features must have one width, got {train_features.shape[1]} in training and {test_features.shape[1]} in test."
-        )
+    num_classes = check_splits(train_features, train_labels, test_features, test_labels, num_classes)
     if not 1 <= k <= len(train_features):
         raise ValueError(f"`k` must lie in [1, {len(train_features)}], the number of training features, got {k}.")
     if temperature is not None and not temperature > 0:
         raise ValueError(f"`temperature` must be positive or None, got {temperature}.")
 
-    num_classes = int(max(train_labels.max(), test_labels.max())) + 1
-    bank = F.normalize(train_features.float(), dim=1)
-    train_labels = train_labels.long()
-    correct = 0
-    for queries, labels in zip(test_features.split(chunk_size), test_labels.split(chunk_size)):
-        similarities, neighbours = (F.normalize(queries.float(), dim=1) @ bank.T).topk(k, dim=1)
-        weights = torch.ones_like(similarities) if temperature is None else (similarities / temperature).exp()
-        votes = torch.zeros(len(queries), num_classes, device=bank.device)
-        votes.scatter_add_(1, train_labels[neighbours], weights)
-        correct += (votes.argmax(dim=1) == labels).sum().item()
-    return correct / len(test_labels)
+    # Block after block of the bank, each query keeping its best k so far: neither a second bank nor all similarities
+    # ever exist.
+    best = torch.full((len(test_features), k), -torch.inf, device=test_features.device)
+    votes_of = torch.zeros(len(test_features), k, dtype=torch.long, device=test_features.device)
+    for bank, bank_labels in zip(train_features.split(BANK_BLOCK), train_labels.split(BANK_BLOCK)):
+        bank = F.normalize(bank.float(), dim=1).to(best.device)
+        bank_labels = bank_labels.long().to(best.device)
+        for start in range(0, len(test_features), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            similarities = F.normalize(test_features[chunk].float(), dim=1) @ bank.T
+            similarities, neighbours = similarities.topk(min(k, len(bank)), dim=1)
+            similarities = torch.cat([best[chunk], similarities], dim=1)
+            labels = torch.cat([votes_of[chunk], bank_labels[neighbours]], dim=1)
+            best[chunk], order = similarities.topk(k, dim=1)
+            votes_of[chunk] = labels.gather(1, order)
+    weights = torch.ones_like(best) if temperature is None else (best / temperature).exp()
+    votes = torch.zeros(len(best), num_classes, device=best.device).scatter_add_(1, votes_of, weights)
+    return (votes.argmax(dim=1) == test_labels.to(best.device)).double().mean().item()
 
 
-def check(split: str, features: torch.Tensor, labels: torch.Tensor) -> None:
-    if features.ndim != 2 or labels.ndim != 1 or len(features) != len(labels) or len(features) == 0:
-        raise ValueError(
-            f"{split}: features must have shape (number, dim) and labels (number,), "
-            f"got {tuple(features.shape)} and {tuple(labels.shape)}."
-        )
-    if not torch.isfinite(features).all():
-        raise ValueError(f"{split}: {int((~torch.isfinite(features)).any(1).sum())} features hold NaN or infinity.")
+def check_features(name: str, features: torch.Tensor) -> None:
+    if features.ndim != 2 or len(features) == 0:
+        raise ValueError(f"{name}: features must have shape (number, dim), got {tuple(features.shape)}.")
+    bad = sum(int((~torch.isfinite(block)).any(dim=1).sum()) for block in features.split(BANK_BLOCK))
+    if bad:
+        raise ValueError(f"{name}: {bad} features hold NaN or infinity.")
+
+
+def check_labelled(name: str, features: torch.Tensor, labels: torch.Tensor) -> None:
+    check_features(name, features)
+    if labels.shape != (len(features),):
+        raise ValueError(f"{name}: {len(features)} features need as many labels, got shape {tuple(labels.shape)}.")
+    if labels.is_floating_point():
+        raise ValueError(f"{name}: labels must be whole numbers, got {labels.dtype}.")
     if labels.min() < 0:
-        raise ValueError(f"{split}: labels must be counted from 0, got {int(labels.min())}.")
+        raise ValueError(f"{name}: labels must be counted from 0, got {int(labels.min())}.")
+
+
+def check_splits(train_features, train_labels, test_features, test_labels, num_classes: int | None) -> int:
+    """Refuses what cannot be judged; returns the number of classes, counted when not given."""
+    check_labelled("train", train_features, train_labels)
+    check_labelled("test", test_features, test_labels)
+    if train_features.shape[1] != test_features.shape[1]:
+        raise ValueError(
+            f"Features must have one width, got {train_features.shape[1]} in training and {test_features.shape[1]} in test."
+        )
+    if len(train_labels.unique()) < 2:
+        raise ValueError(f"train: all labels are {int(train_labels[0])}; there is nothing to tell apart.")
+    largest = int(max(train_labels.max(), test_labels.max()))
+    if num_classes is not None and largest >= num_classes:
+        raise ValueError(f"Label {largest} is out of range: with {num_classes} classes they end at {num_classes - 1}.")
+    return num_classes or largest + 1
