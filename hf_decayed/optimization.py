@@ -1,6 +1,7 @@
-"""Learning-rate rules and parameter groups."""
+"""Learning-rate rules, parameter groups, and an optimizer that torch lacks."""
 
 import math
+import re
 
 import torch
 
@@ -21,3 +22,63 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
         return step / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
     return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def layerwise_groups(
+    model: torch.nn.Module, num_layers: int, learning_rate: float, layer_decay: float, weight_decay: float
+) -> list[dict]:
+    """Parameter groups for fine-tuning: the rate falls by `layer_decay` with every layer below the head.
+
+    Layers are told by the names that transformers gives them: `...embeddings...` is the lowest, `...layers.3...` the
+    fifth, everything else belongs to the head. Groups carry `peak_learning_rate`, for a schedule to start from.
+    """
+    groups = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        numbers = re.findall(r"(?:^|\.)layers?\.(\d+)\.", name)
+        depth = 0 if "embeddings." in name else int(numbers[0]) + 1 if numbers else num_layers + 1
+        # Tokens are matrices in shape only; the paper regularises learned alphas like any matrix.
+        decayed = (parameter.ndim > 1 and not name.endswith("_token")) or name.endswith("_alpha")
+        rate = learning_rate * layer_decay ** (num_layers + 1 - depth)
+        group = {
+            "params": [],
+            "lr": rate,
+            "peak_learning_rate": rate,
+            "weight_decay": weight_decay if decayed else 0.0,
+        }
+        groups.setdefault((depth, decayed), group)["params"].append(parameter)
+    return list(groups.values())
+
+
+class LARS(torch.optim.Optimizer):
+    """Layer-wise adaptive rate scaling (You et al., 2017), as linear probing uses it; torch has none.
+
+    Each matrix moves by its own norm over that of its gradient, times `trust_coefficient`; biases by plain momentum.
+    """
+
+    def __init__(
+        self, parameters, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust_coefficient=0.001
+    ):
+        super().__init__(
+            parameters,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient},
+        )
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                update = parameter.grad
+                if parameter.ndim > 1:
+                    update = update.add(parameter, alpha=group["weight_decay"])
+                    length, update_length = parameter.norm(), update.norm()
+                    trust = group["trust_coefficient"] * length / update_length
+                    update = update * torch.where((length > 0) & (update_length > 0), trust, torch.ones_like(trust))
+                velocity = self.state[parameter].setdefault("velocity", torch.zeros_like(parameter))
+                velocity.mul_(group["momentum"]).add_(update)
+                parameter.add_(velocity, alpha=-group["lr"])
+        return loss

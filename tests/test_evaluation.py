@@ -1,18 +1,22 @@
 """Measurements against independent implementations."""
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
 from hf_decayed.evaluation import (
+    PROTOCOLS,
     effective_rank,
     frechet_distance,
     kernel_distance,
     knn_accuracy,
+    linear_probe,
     precision_recall,
 )
 
@@ -113,6 +117,37 @@ def test_effective_rank_at_the_extremes():
         effective_rank(torch.tensor([[1.0, torch.nan], [0.0, 1.0]]))
     with pytest.raises(ValueError, match="`kind` must be"):
         effective_rank(equal, "stable")
+
+
+def classes_in_features(seed=0):
+    random = np.random.default_rng(seed)
+    centres = random.normal(size=(5, 12))
+    labels = random.integers(0, 5, 900)
+    features = (centres[labels] + 1.2 * random.normal(size=(900, 12))) * np.geomspace(0.1, 10, 12) + 3
+    return features[:600], labels[:600], features[600:], labels[600:]
+
+
+def test_linear_probes_are_scikit_learns():
+    train, train_labels, test, test_labels = classes_in_features()
+    tensors = [torch.from_numpy(array) for array in (train, train_labels, test, test_labels)]
+    standard = [(x - train.mean(0)) / train.std(0, ddof=1) for x in (train, test)]
+    theirs = RidgeClassifier(alpha=1e-3 * 600).fit(standard[0], train_labels).score(standard[1], test_labels)
+    assert linear_probe(*tensors, protocol="ridge") == pytest.approx(theirs, abs=1e-9)
+    # Both go to the best linear classifier, by steps, so they come near it; one brings its own normalisation.
+    best = LogisticRegression(max_iter=5000).fit(standard[0], train_labels).score(standard[1], test_labels)
+    scaled = [torch.from_numpy(standard[0]), tensors[1], torch.from_numpy(standard[1]), tensors[3]]
+    # Rate and epochs of the second are made for a million images: with few it needs more, and says so.
+    with pytest.warns(UserWarning, match="600 images .* hardly moves"):
+        assert linear_probe(*tensors, protocol="mae_imagenet1k") < 0.5
+    longer = replace(PROTOCOLS["mae_imagenet1k"], learning_rate=3.0, epochs=200, warmup_epochs=20)
+    for protocol, data in (("paper_imagenet100", scaled), (longer, tensors)):
+        found = linear_probe(*data, protocol=protocol)
+        assert abs(found - best) < 0.04, (protocol, found, best)
+        assert found == linear_probe(*data, protocol=protocol)  # the same each time
+    shuffled = linear_probe(tensors[0], tensors[1][torch.randperm(600)], *tensors[2:])
+    assert shuffled < 0.4 < best
+    with pytest.raises(ValueError, match="train: all labels are 1"):
+        linear_probe(tensors[0], torch.ones(600, dtype=torch.long), *tensors[2:])
 
 
 def two_sets(number=300, dim=6):

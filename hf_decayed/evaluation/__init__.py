@@ -3,6 +3,16 @@
 from .effective_rank import effective_rank
 from .frechet import frechet_distance, kernel_distance, precision_recall
 from .knn import knn_accuracy
+from .linear_probe import PROTOCOLS, ProbeProtocol, linear_probe
 
 
-__all__ = ["effective_rank", "frechet_distance", "kernel_distance", "knn_accuracy", "precision_recall"]
+__all__ = [
+    "PROTOCOLS",
+    "ProbeProtocol",
+    "effective_rank",
+    "frechet_distance",
+    "kernel_distance",
+    "knn_accuracy",
+    "linear_probe",
+    "precision_recall",
+]

@@ -2,6 +2,7 @@
 
 import torch
 
+from .effective_rank import in_double
 from .knn import check_features
 
 
@@ -44,7 +45,7 @@ def kernel_distance(
     distances = []
     for _ in range(num_subsets):
         x, y = (
-            each[torch.randperm(len(each), generator=generator)[:size].to(each.device)].double()
+            in_double(each[torch.randperm(len(each), generator=generator)[:size].to(each.device)])
             for each in (real, generated)
         )
         within = sum((kernel(each, each).sum() - kernel(each, each).trace()) for each in (x, y)) / (size * (size - 1))
@@ -83,7 +84,7 @@ def precision_recall(
 
 
 def mean_and_covariance(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    features = features.double()
+    features = in_double(features)
     mean = features.mean(dim=0)
     centred = features - mean
     return mean, centred.T @ centred / (len(features) - 1)

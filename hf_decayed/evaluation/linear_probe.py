@@ -1,0 +1,131 @@
+"""Accuracy of a linear classifier on frozen features, by the protocols of the literature."""
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from ..optimization import LARS, warmup_cosine
+from .effective_rank import in_double
+from .knn import check_splits
+
+
+@dataclass(frozen=True)
+class ProbeProtocol:
+    """How a linear classifier is trained on features.
+
+    Args:
+        optimizer (`str`): `lars`, `adamw` (weight decay 0.01, torch's default), or `ridge`: no steps, the least-squares
+            solution for one-hot targets on standardised features, with `learning_rate` as its regularisation.
+        learning_rate (`float`): Peak value; per 256 images where `scale_learning_rate` says so.
+        batch_norm (`bool`): A `BatchNorm1d` without affine parameters before the classifier.
+        augment (`bool`): Random resized crop and flip, which cached features cannot have.
+    """
+
+    optimizer: str
+    learning_rate: float
+    batch_size: int = 0
+    epochs: int = 0
+    warmup_epochs: int = 0
+    scale_learning_rate: bool = False
+    batch_norm: bool = False
+    augment: bool = False
+
+
+PROTOCOLS = {
+    # He et al. for ImageNet-1K, which the paper follows there.
+    "mae_imagenet1k": ProbeProtocol(
+        "lars", 0.1, 16384, 90, 10, scale_learning_rate=True, batch_norm=True, augment=True
+    ),
+    # The paper's for ImageNet-100: features computed once.
+    "paper_imagenet100": ProbeProtocol("adamw", 0.01, 1024, 200),
+    # For a quick look, and for many layers at once.
+    "ridge": ProbeProtocol("ridge", 1e-3, batch_norm=True),
+}
+
+
+def linear_probe(
+    train_features: torch.Tensor,
+    train_labels: torch.Tensor,
+    test_features: torch.Tensor,
+    test_labels: torch.Tensor,
+    protocol: str | ProbeProtocol = "paper_imagenet100",
+    num_classes: int | None = None,
+    seed: int = 0,
+) -> float:
+    """Fraction of test features that a linear classifier, trained on the training features, gets right.
+
+    Args:
+        protocol (`str` or `ProbeProtocol`, defaults to `"paper_imagenet100"`):
+            A name in `PROTOCOLS`, or values of one's own. A batch larger than the training set becomes the training set,
+            and the learning rate follows where it goes by the batch. On cached features nothing is augmented.
+    """
+    num_classes = check_splits(train_features, train_labels, test_features, test_labels, num_classes)
+    protocol = PROTOCOLS[protocol] if isinstance(protocol, str) else protocol
+    if protocol.optimizer == "ridge":
+        predicted = ridge(train_features, train_labels, test_features, num_classes, protocol.learning_rate)
+    else:
+        # Steps times rate, which LARS multiplies weights by, go with epochs times images, whatever the batch is.
+        if protocol.optimizer == "lars" and protocol.epochs * len(train_features) < 1_000_000:
+            warnings.warn(
+                f"{protocol.epochs} epochs of {len(train_features)} images are few for this protocol: the classifier "
+                "hardly moves. Choose 'paper_imagenet100', or more epochs.",
+                stacklevel=2,
+            )
+        classifier = probe_classifier(train_features.shape[1], num_classes, protocol, seed).to(train_features.device)
+        train_probe(classifier, train_features.float(), train_labels.long(), protocol, seed)
+        with torch.no_grad():
+            predicted = classifier.eval()(test_features.float()).argmax(dim=1)
+    return (predicted == test_labels.to(predicted.device)).double().mean().item()
+
+
+def probe_classifier(dim: int, num_classes: int, protocol: ProbeProtocol, seed: int) -> torch.nn.Sequential:
+    linear = torch.nn.Linear(dim, num_classes)
+    with torch.no_grad():
+        linear.weight.normal_(0.0, 0.01, generator=torch.Generator().manual_seed(seed))
+        linear.bias.zero_()
+    norm = torch.nn.BatchNorm1d(dim, affine=False, eps=1e-6) if protocol.batch_norm else torch.nn.Identity()
+    return torch.nn.Sequential(norm, linear)
+
+
+def probe_optimizer(classifier: torch.nn.Module, protocol: ProbeProtocol) -> torch.optim.Optimizer:
+    if protocol.optimizer == "lars":
+        return LARS(classifier.parameters(), lr=protocol.learning_rate)
+    return torch.optim.AdamW(classifier.parameters(), lr=protocol.learning_rate)
+
+
+def train_probe(classifier, features, labels, protocol: ProbeProtocol, seed: int) -> None:
+    number = len(features)
+    batch_size = min(protocol.batch_size, number)
+    steps_per_epoch = math.ceil(number / batch_size)
+    total_steps, warmup_steps = protocol.epochs * steps_per_epoch, protocol.warmup_epochs * steps_per_epoch
+    peak = protocol.learning_rate * (batch_size / 256 if protocol.scale_learning_rate else 1.0)
+    optimizer = probe_optimizer(classifier, protocol)
+    generator = torch.Generator().manual_seed(seed)
+    classifier.train()
+    for step in range(total_steps):
+        if step % steps_per_epoch == 0:
+            order = torch.randperm(number, generator=generator).to(features.device)
+        rows = order[step % steps_per_epoch * batch_size :][:batch_size]
+        if len(rows) == 1 and protocol.batch_norm:  # a last batch of one has no variance
+            continue
+        for group in optimizer.param_groups:
+            group["lr"] = peak * warmup_cosine(step + 1, warmup_steps, total_steps)
+        F.cross_entropy(classifier(features[rows]), labels[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def ridge(train_features, train_labels, test_features, num_classes: int, regularization: float) -> torch.Tensor:
+    train, test = in_double(train_features), in_double(test_features)
+    mean, deviation = train.mean(dim=0), train.std(dim=0).clamp(min=1e-12)
+    train, test = (train - mean) / deviation, (test - mean) / deviation
+    targets = F.one_hot(train_labels.to(train.device).long(), num_classes).double()
+    average = targets.mean(dim=0)
+    identity = torch.eye(train.shape[1], dtype=torch.float64, device=train.device)
+    gram = train.T @ train / len(train) + regularization * identity
+    weights = torch.linalg.solve(gram, train.T @ (targets - average) / len(train))
+    return (test @ weights + average).argmax(dim=1)
