@@ -122,6 +122,14 @@ def find_columns(
     return image_column, label_column
 
 
+def hold_out(train, number: int):
+    """Splits off images to evaluate on, where there is no split for it: a tenth at most; of a stream the first."""
+    if isinstance(train, IterableDataset):
+        return train.take(number), train.skip(number)
+    split = train.train_test_split(test_size=min(0.1, number / len(train)), seed=0)
+    return split["test"], split["train"]
+
+
 # What an image becomes.
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 import transformers
 import yaml
+from accelerate import Accelerator
 
 from . import __version__
 from .data import DataError
@@ -40,6 +42,21 @@ def parse_with_recipe(
     return parser.parse_args(arguments), values
 
 
+def add_data_arguments(parser: argparse.ArgumentParser):
+    """The flags by which every script finds its images."""
+    data = parser.add_argument_group("data (none given: the bundled images)")
+    data.add_argument("--dataset_name", help="data set on the Hub")
+    data.add_argument("--dataset_config", help="its configuration")
+    data.add_argument("--dataset_path", help="folder of images, parquet, arrow, WebDataset tar")
+    data.add_argument("--train_split", default="train")
+    data.add_argument("--eval_split", help="held-out split; found when not given")
+    data.add_argument("--image_column_name", help="found by type when not given")
+    data.add_argument("--label_column_name", help="found by type when not given")
+    data.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop")
+    data.add_argument("--num_workers", type=int, default=4, help="processes that decode images not held in memory")
+    return data
+
+
 def boolean(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
@@ -49,6 +66,12 @@ def boolean(text: str) -> bool:
 def flags_without_paths() -> list[str]:
     """The command line, with files named and not where they lie."""
     return [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+
+
+def share_cores(accelerator: Accelerator, threads: int | None = None) -> None:
+    """On a CPU, shares its cores out over the processes: accelerate's launcher leaves each process one."""
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
 
 
 def versions() -> dict[str, str]:

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import sys
 import time
 import warnings
@@ -38,6 +37,7 @@ from hf_decayed.data import (
     TrainingImages,
     evaluation_images,
     find_columns,
+    hold_out,
     load_splits,
     sample_generator,
 )
@@ -49,11 +49,13 @@ from hf_decayed.pictures import reconstructions, save_curves, save_reconstructio
 from hf_decayed.runs import (
     MetricsFile,
     StopSignal,
+    add_data_arguments,
     boolean,
     clear_finished_run,
     flags_without_paths,
     names_of,
     parse_with_recipe,
+    share_cores,
     versions,
 )
 
@@ -69,20 +71,9 @@ def parse_arguments(arguments=None):
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/mae"))
     parser.add_argument("--seed", type=int, default=0)
 
-    data = parser.add_argument_group("data (none given: the bundled images)")
-    data.add_argument("--dataset_name", help="data set on the Hub")
-    data.add_argument("--dataset_config", help="its configuration")
-    data.add_argument("--dataset_path", help="folder of images, parquet, arrow, WebDataset tar")
-    data.add_argument("--train_split", default="train")
-    data.add_argument("--eval_split", help="held-out split for kNN; found when not given")
-    data.add_argument("--image_column_name", help="found by type when not given")
-    data.add_argument("--label_column_name", help="found by type when not given")
+    data = add_data_arguments(parser)
     data.add_argument("--streaming", type=boolean, default=False, help="read as it comes; needs --max_train_steps")
     data.add_argument("--max_train_samples", type=int)
-    data.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop")
-    data.add_argument(
-        "--num_workers", type=int, default=4, help="decoding processes when images are not held in memory"
-    )
     data.add_argument(
         "--memory_limit_gb", type=float, default=2.0, help="hold decoded images of one size in memory up to this"
     )
@@ -162,8 +153,7 @@ def main():
         log_with=None if options.report_to == "none" else options.report_to,
         project_config=ProjectConfiguration(project_dir=str(options.output_dir)),
     )
-    if accelerator.device.type == "cpu":  # accelerate's launcher sets one thread, for many processes
-        torch.set_num_threads(options.cpu_threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
+    share_cores(accelerator, options.cpu_threads)
     set_seed(options.seed)
     say = accelerator.print
     say(
@@ -465,14 +455,6 @@ def some(dataset, number: int):
     if isinstance(dataset, IterableDataset):
         return dataset.take(number)
     return dataset.select(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:number])
-
-
-def hold_out(train, number: int):
-    """Splits off images to evaluate on, where there is no split for it: a tenth at most; of a stream the first."""
-    if isinstance(train, IterableDataset):
-        return train.take(number), train.skip(number)
-    split = train.train_test_split(test_size=min(0.1, number / len(train)), seed=0)
-    return split["test"], split["train"]
 
 
 class Probe:

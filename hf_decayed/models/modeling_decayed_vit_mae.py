@@ -487,6 +487,9 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
 class DecayedViTMAEModel(DecayedViTMAEPreTrainedModel, ViTMAEModel):
     """The encoder. It sees the whole image, tokens in patch order, unless `noise` or `mask_ratio` is passed."""
 
+    # Heads of other classes in the folder are left aside without a report; anything else is still an error.
+    _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^classifier\.", r"^fc_norm\."]
+
     def __init__(self, config: DecayedViTMAEConfig):
         super().__init__(config)
         self.embeddings = DecayedViTMAEEmbeddings(config)
@@ -567,6 +570,9 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
     _no_split_modules = ["DecayedViTMAEEmbeddings", "DecayedViTMAELayer", "DecayedViTMAEDecoder"]
     # The loss is a mean over this batch: `Trainer` must go on dividing it by the accumulation steps.
     accepts_loss_kwargs = False
+
+    # Heads of other classes in the folder are left aside without a report; anything else is still an error.
+    _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^fc_norm\."]
 
     def __init__(self, config: DecayedViTMAEConfig):
         super().__init__(config)
@@ -670,6 +676,9 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
 
 class DecayedViTMAEForImageClassification(DecayedViTMAEPreTrainedModel):
     """Encoder and a linear classifier on the pooled feature. It never masks."""
+
+    # Heads of other classes in the folder are left aside without a report; anything else is still an error.
+    _keys_to_ignore_on_load_unexpected = [r"^decoder\."]
 
     def __init__(self, config: DecayedViTMAEConfig):
         super().__init__(config)
