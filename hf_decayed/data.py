@@ -122,6 +122,15 @@ def find_columns(
     return image_column, label_column
 
 
+def some(dataset: Dataset | IterableDataset, number: int | None):
+    """So many rows, at random but always the same, for they may come sorted by class; of a stream the first."""
+    if isinstance(dataset, IterableDataset):
+        return dataset if number is None else dataset.take(number)
+    if number is None or number >= len(dataset):
+        return dataset
+    return dataset.select(np.random.default_rng(0).permutation(len(dataset))[:number])
+
+
 def hold_out(train, number: int):
     """Splits off images to evaluate on, where there is no split for it: a tenth at most; of a stream the first."""
     if isinstance(train, IterableDataset):
@@ -249,7 +258,10 @@ class Augmentation:
 
 
 class TrainingImages(torch.utils.data.Dataset):
-    """Augmented images by `(epoch, index)`: held in memory when they are of one size and fit, else decoded on demand."""
+    """Augmented images by `(epoch, index)`: held in memory when they are of one size and fit, else decoded on demand.
+
+    With a `label_column`, batches hold `labels` too.
+    """
 
     def __init__(
         self,
@@ -259,7 +271,9 @@ class TrainingImages(torch.utils.data.Dataset):
         memory_limit: int = 2 * 2**30,
         on_bad_image: str = "stop",
         progress=lambda items, **_: items,
+        label_column: str | None = None,
     ):
+        self.labels = torch.tensor(dataset[label_column][:]) if label_column else None
         self.dataset = dataset.select_columns(image_column).cast_column(image_column, ImageFeature(decode=False))
         self.image_column, self.augmentation = image_column, augmentation
         self.on_bad_image, self.bad_images = on_bad_image, 0
@@ -277,7 +291,7 @@ class TrainingImages(torch.utils.data.Dataset):
 
     def decode_all(self, progress) -> torch.Tensor | None:
         """All images as one tensor of bytes, or `None` if they are not of one size."""
-        images = []
+        images, good = [], []
         for index in progress(range(len(self.dataset)), desc="decoding"):
             pixels = self.decode(index)
             if pixels is None:
@@ -287,8 +301,11 @@ class TrainingImages(torch.utils.data.Dataset):
                 return None
             else:
                 images.append(pixels)
+                good.append(index)
         if not images:
             raise DataError("None of the images could be decoded.")
+        if self.labels is not None:
+            self.labels = self.labels[good]
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
     def fingerprint(self) -> str:
@@ -300,14 +317,18 @@ class TrainingImages(torch.utils.data.Dataset):
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         indices = [index for _, index in keys]
         if self.memory is not None:
-            return self.augmentation.batch(self.memory[indices], keys)
+            return self.with_labels(self.augmentation.batch(self.memory[indices], keys), indices)
         images = []
-        for index in indices:
+        for place, index in enumerate(indices):
             while (pixels := self.decode(index)) is None:  # a bad image gives way to its neighbour
                 self.bad_images += 1
                 index = (index + 1) % len(self.dataset)
             images.append(pixels)
-        return self.augmentation.each(images, keys)
+            indices[place] = index
+        return self.with_labels(self.augmentation.each(images, keys), indices)
+
+    def with_labels(self, batch: dict[str, torch.Tensor], indices: list[int]) -> dict[str, torch.Tensor]:
+        return batch if self.labels is None else {**batch, "labels": self.labels[indices]}
 
 
 class StreamedImages(torch.utils.data.IterableDataset):
@@ -361,6 +382,59 @@ def decode(record: dict, num_channels: int, index: int, on_bad_image: str = "sto
         raise DataError(
             f"The image {name} cannot be decoded ({error}); `--on_bad_image skip` passes over such images."
         ) from error
+
+
+def mixup_cutmix(
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    num_classes: int,
+    generator: np.random.Generator,
+    mixup: float = 0.8,
+    cutmix: float = 1.0,
+    label_smoothing: float = 0.1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch blended with itself in reverse order, and its soft labels `(batch, num_classes)`.
+
+    Half of the batches are blended (Zhang et al., 2018), half have a box pasted in (Yun et al., 2019), each in a share
+    drawn from Beta(a, a) with a as given; 0 turns one off, and with both off only labels change.
+    """
+    targets = torch.full((len(labels), num_classes), label_smoothing / num_classes, device=images.device)
+    targets.scatter_(1, labels.unsqueeze(1), 1.0 - label_smoothing + label_smoothing / num_classes)
+    if mixup <= 0 and cutmix <= 0:
+        return images, targets
+    paste = cutmix > 0 and (mixup <= 0 or generator.random() < 0.5)
+    share = float(generator.beta(*[cutmix if paste else mixup] * 2))
+    if paste:
+        height, width = images.shape[2:]
+        box_height, box_width = int(height * math.sqrt(1 - share)), int(width * math.sqrt(1 - share))
+        centre_y, centre_x = generator.integers(height), generator.integers(width)
+        rows = slice(max(0, centre_y - box_height // 2), min(height, centre_y + box_height // 2))
+        columns = slice(max(0, centre_x - box_width // 2), min(width, centre_x + box_width // 2))
+        mixed = images.clone()
+        mixed[:, :, rows, columns] = images.flip(0)[:, :, rows, columns]
+        share = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
+    else:
+        mixed = share * images + (1 - share) * images.flip(0)
+    return mixed, share * targets + (1 - share) * targets.flip(0)
+
+
+def random_erasing(images: torch.Tensor, probability: float, generator: np.random.Generator) -> torch.Tensor:
+    """Noise in a random box of some of the images (Zhong et al., 2020): 2 to 33 per cent of the area."""
+    images = images.clone()
+    height, width = images.shape[2:]
+    for index in range(len(images)):
+        if generator.random() >= probability:
+            continue
+        area, ratio = (
+            height * width * generator.uniform(0.02, 1 / 3),
+            math.exp(generator.uniform(-1, 1) * math.log(3.3)),
+        )
+        box_height, box_width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < box_height < height and 0 < box_width < width:
+            top, left = generator.integers(height - box_height + 1), generator.integers(width - box_width + 1)
+            noise = generator.standard_normal((images.shape[1], box_height, box_width), dtype=np.float32)
+            images[index, :, top : top + box_height, left : left + box_width] = torch.from_numpy(noise).to(images)
+    return images
 
 
 class EpochBatches(torch.utils.data.Sampler):

@@ -55,6 +55,7 @@ def save_curves(path: Path, records: list[dict]) -> None:
         "encoder_norm": "encoder output norm",
         "effective_rank": "effective rank (entropy)",
         "knn_accuracy": "kNN accuracy",
+        "accuracy": "accuracy on held-out images",
     }
     series = {name: [(each["step"], each[name]) for each in records if each.get(name) is not None] for name in names}
     shown = [name for name in names if series[name]]

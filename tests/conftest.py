@@ -1,7 +1,12 @@
 """Shared by all tests: no network, tiny sizes, small images."""
 
 import os
+import sys
+from pathlib import Path
 
+
+# Scripts import one another. Last on the path: one of them is called like the library `evaluate`.
+sys.path.append(str(Path(__file__).parents[1] / "training"))
 
 # Before any Hugging Face import: nothing here may reach out.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,8 +1,11 @@
 """Measurements against independent implementations."""
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
+import evaluate
 import numpy as np
 import pytest
 import scipy.linalg
@@ -10,6 +13,7 @@ import torch
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
+import hf_decayed
 from hf_decayed.evaluation import (
     PROTOCOLS,
     effective_rank,
@@ -205,3 +209,37 @@ def test_distances_refuse():
             distance(torch.randn(8, 3), torch.randn(8, 4))
         with pytest.raises(ValueError, match="real: need at least . features, got 1"):
             distance(torch.randn(1, 3), torch.randn(8, 3))
+
+
+@pytest.mark.parametrize("by", ["path", "file"])
+def test_evaluate_modules_give_the_functions_numbers(by, tmp_path, monkeypatch):
+    """Loaded by path, without a network, with numpy arrays, in batches."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = Path(hf_decayed.__file__).parent / "metrics"
+
+    def load(name):
+        path = folder / name if by == "path" else folder / name / f"{name}.py"
+        return evaluate.load(str(path), cache_dir=str(tmp_path))
+
+    train, train_labels, test, test_labels = classes_in_features()
+    tensors = [torch.from_numpy(array).float() for array in (train, test)]
+    labelled = (tensors[0], torch.from_numpy(train_labels), tensors[1], torch.from_numpy(test_labels))
+    for name, function, key in (
+        ("knn_accuracy", knn_accuracy, "knn_accuracy"),
+        ("linear_probe", partial(linear_probe, protocol="ridge"), "linear_accuracy"),
+    ):
+        metric = load(name)
+        for start in range(0, len(test), 128):
+            part = slice(start, start + 128)
+            metric.add_batch(predictions=test[part], references=test_labels[part])
+        assert metric.compute(train_features=train, train_labels=train_labels) == {key: function(*labelled)}
+    found = load("effective_rank").compute(data=test, kind="exponential")["effective_rank"]
+    assert found == pytest.approx(effective_rank(tensors[1], "exponential"))
+    generated = {"predictions": test, "real_features": train}
+    assert load("frechet_distance").compute(**generated)["frechet_distance"] == pytest.approx(
+        frechet_distance(*tensors)
+    )
+    assert load("kernel_distance").compute(**generated, num_subsets=3)["kernel_distance"] == pytest.approx(
+        kernel_distance(*tensors, num_subsets=3)[0]
+    )
+    assert tuple(load("precision_recall").compute(**generated).values()) == precision_recall(*tensors)

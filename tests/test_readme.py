@@ -9,7 +9,12 @@ import sys
 import warnings
 from pathlib import Path
 
+import benchmark
+import finetune
+import linear_probe
+import mae
 import pytest
+import sweep
 import torch
 from conftest import TINY_SIZES
 from test_conversion import timm_weights
@@ -23,8 +28,9 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def load_script(name):
-    specification = importlib.util.spec_from_file_location(name, ROOT / "training" / f"{name}.py")
+def load_evaluate():
+    """By its file: `import evaluate` is the library."""
+    specification = importlib.util.spec_from_file_location("evaluate_script", ROOT / "training" / "evaluate.py")
     script = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(script)
     return script
@@ -47,25 +53,48 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch):
     assert names["baseline"].config.shortcut_decay == 1.0
 
 
-def test_training_commands_are_understood(monkeypatch):
-    """Every `training/mae.py` line parses into a recipe and its overrides."""
-    mae = load_script("mae")
-    lines = [line for block in blocks("bash") for line in block.splitlines() if "training/mae.py" in line]
-    assert len(lines) == 6
+def test_training_commands_are_understood():
+    """Every line that calls a script parses."""
+    scripts = {
+        "mae": mae,
+        "evaluate": load_evaluate(),
+        "linear_probe": linear_probe,
+        "finetune": finetune,
+        "sweep": sweep,
+    }
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    seen = []
     for line in lines:
-        options = mae.parse_arguments(shlex.split(line.split("training/mae.py")[1]))
-        assert options.batch_size > 0
+        if match := re.search(r"training/(\w+)\.py(.*)", line):
+            assert scripts[match[1]].parse_arguments(shlex.split(match[2]))
+            seen.append(match[1])
+    assert set(seen) == set(scripts) and seen.count("mae") == 6
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "training" / "recipes").glob("*.yaml")))
 def test_every_recipe_describes_a_model(recipe):
-    options = load_script("mae").parse_arguments(["--recipe", recipe])
+    options = mae.parse_arguments(["--recipe", recipe])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = DecayedViTMAEConfig.from_size(options.size, **options.fields)
     assert config.norm_pix_loss and options.weight_decay == 0.05 and options.adam_beta2 == 0.95
     if recipe.startswith("imagenet"):
         assert (options.batch_size, options.num_train_epochs, options.base_learning_rate) == (1024, 800, 1.5e-4)
+
+
+@pytest.mark.parametrize(
+    "grid", sorted(path.stem for path in (ROOT / "training" / "recipes" / "sweeps").glob("*.yaml"))
+)
+def test_every_grid_describes_models(grid):
+    _, content = sweep.parse_arguments([grid])
+    runs = sweep.expand(content)
+    assert len({run["key"] for run in runs}) == len({run["folder"] for run in runs}) == len(runs) > 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`shortcut_decay=")
+        for run in runs:
+            options = mae.parse_arguments(sweep.as_flags(run["settings"]))
+            make = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
+            make(options.size, **options.fields)
 
 
 def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
@@ -82,10 +111,10 @@ def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
         assert "written to" in capsys.readouterr().out
 
 
-def test_benchmark_table_is_the_one_in_the_results():
-    benchmark = load_script("benchmark")
-    shown = re.search(r"<!-- benchmark models -->\n(.*?)\n<!-- end -->", README, re.DOTALL)[1]
-    assert shown == benchmark.render(json.loads((ROOT / "model_cards/results/benchmark_models.json").read_text()))
+@pytest.mark.parametrize("name", ["models", "data", "training"])
+def test_benchmark_table_is_the_one_in_the_results(name):
+    shown = re.search(rf"<!-- benchmark {name} -->\n(.*?)\n<!-- end -->", README, re.DOTALL)[1]
+    assert shown == benchmark.render(json.loads((ROOT / f"model_cards/results/benchmark_{name}.json").read_text()))
 
 
 def test_benchmark_runs(tmp_path):

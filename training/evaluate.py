@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 import hf_decayed  # noqa: F401, registers our classes with AutoModel
-from hf_decayed.data import DataError, find_columns, hold_out, load_splits
+from hf_decayed.data import DataError, find_columns, hold_out, load_splits, some
 from hf_decayed.evaluation import PROTOCOLS, effective_rank, knn_accuracy, linear_probe
 from hf_decayed.evaluation.features import ImagesInOrder, extract_features, fingerprint, transformer_encoder
 from hf_decayed.runs import add_data_arguments, boolean, flags_without_paths, share_cores, versions
@@ -175,13 +175,6 @@ def with_pixels(encode, pixels: bool):
         return {"pixels": F.adaptive_avg_pool2d(pixel_values, side).flatten(1), **encode(pixel_values, places)}
 
     return encode_both
-
-
-def some(dataset, number: int | None):
-    """So many rows, at random but always the same; all when no number is given."""
-    if number is None or number >= len(dataset):
-        return dataset
-    return dataset.select(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:number].tolist())
 
 
 def judge(train, train_labels, test, test_labels, options) -> dict[str, float]:

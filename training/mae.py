@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration, gather_object, set_seed
-from datasets import IterableDataset
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -40,6 +39,7 @@ from hf_decayed.data import (
     hold_out,
     load_splits,
     sample_generator,
+    some,
 )
 from hf_decayed.evaluation import effective_rank, knn_accuracy
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
@@ -206,9 +206,7 @@ def main():
     image_column, label_column = find_columns(train, options.image_column_name, options.label_column_name)
     if held_out is None:
         held_out, train = hold_out(train, options.eval_test_samples)
-    if options.max_train_samples is not None:
-        number = options.max_train_samples if options.streaming else min(options.max_train_samples, len(train))
-        train = train.take(number)
+    train = some(train, options.max_train_samples)
     augmentation = Augmentation(
         as_pair(config.image_size),
         config.num_channels,
@@ -448,13 +446,6 @@ def main():
 
 def as_it_is(batch):
     return batch
-
-
-def some(dataset, number: int):
-    """So many rows: at random, always the same; of a stream the first."""
-    if isinstance(dataset, IterableDataset):
-        return dataset.take(number)
-    return dataset.select(torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:number])
 
 
 class Probe:

@@ -1,0 +1,38 @@
+"""`evaluate` module: kernel distance (KID) between generated and real features.
+
+    >>> import evaluate
+    >>> metric = evaluate.load("path/to/hf_decayed/metrics/kernel_distance")
+    >>> metric.compute(predictions=generated_features, real_features=real_features)
+
+The work is done by `hf_decayed.evaluation.kernel_distance`.
+"""
+
+import datasets
+import evaluate
+import torch
+
+from hf_decayed.evaluation import kernel_distance
+
+
+DESCRIPTION = "Unbiased squared maximum mean discrepancy with a cubic kernel, over random subsets; on Inception's features it is KID."
+INPUTS = """
+predictions: features of generated images, (number, dim)
+real_features: features of real ones, as many as there are
+num_subsets (100), subset_size (1000)
+"""
+
+
+class KernelDistance(evaluate.Metric):
+    def _info(self):
+        feature = datasets.List(datasets.Value("float32"))
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="",
+            inputs_description=INPUTS,
+            features=datasets.Features({"predictions": feature}),
+        )
+
+    def _compute(self, predictions, real_features, num_subsets=100, subset_size=1000):
+        real, generated = (torch.as_tensor(each, dtype=torch.float32) for each in (real_features, predictions))
+        mean, deviation = kernel_distance(real, generated, num_subsets, subset_size)
+        return {"kernel_distance": mean, "kernel_distance_deviation": deviation}

@@ -1,0 +1,40 @@
+"""`evaluate` module: precision and recall of generated features.
+
+    >>> import evaluate
+    >>> metric = evaluate.load("path/to/hf_decayed/metrics/precision_recall")
+    >>> metric.compute(predictions=generated_features, real_features=real_features)
+
+The work is done by `hf_decayed.evaluation.precision_recall`.
+"""
+
+import datasets
+import evaluate
+import torch
+
+from hf_decayed.evaluation import precision_recall
+
+
+DESCRIPTION = (
+    "Shares of generated features within reach of real ones, and of real ones within reach of generated ones."
+)
+INPUTS = """
+predictions: features of generated images, (number, dim)
+real_features: features of real ones, as many as there are
+k (3): the neighbour that sets the reach
+"""
+
+
+class PrecisionRecall(evaluate.Metric):
+    def _info(self):
+        feature = datasets.List(datasets.Value("float32"))
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="",
+            inputs_description=INPUTS,
+            features=datasets.Features({"predictions": feature}),
+        )
+
+    def _compute(self, predictions, real_features, k=3):
+        real, generated = (torch.as_tensor(each, dtype=torch.float32) for each in (real_features, predictions))
+        precision, recall = precision_recall(real, generated, k)
+        return {"precision": precision, "recall": recall}

@@ -1,0 +1,152 @@
+"""`training/finetune.py` and `training/linear_probe.py`: they learn, they resume to the last bit, they tell what is wrong."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import finetune
+import numpy as np
+import pytest
+import torch
+from conftest import TINY_SIZES, random_weights
+from datasets import load_dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification
+
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForImageClassification, DecayedViTMAEForPreTraining
+from hf_decayed.data import load_splits, mixup_cutmix, random_erasing
+from hf_decayed.optimization import layerwise_groups
+
+
+ROOT = Path(__file__).parents[1]
+SMALL_FINETUNE = ["--max_train_samples", 240, "--max_eval_samples", 200, "--batch_size", 24, "--num_train_epochs", 2]
+SMALL_FINETUNE += ["--checkpointing_steps", 7, "--ema_decay", 0.9, "--drop_path", 0.2, "--mixup", 0.8, "--cutmix", 1]
+SMALL_FINETUNE += ["--random_erasing", 0.25, "--log_every", 5]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(0)
+    config = DecayedViTMAEConfig(**{**TINY_SIZES, "num_channels": 1})
+    random_weights(DecayedViTMAEForPreTraining(config)).save_pretrained(folder)
+    return folder
+
+
+def run(script, *flags, processes=1, code=0):
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    launcher += ["--master_port", str(random.randint(20000, 40000))]
+    result = subprocess.run(
+        [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "training" / script), *map(str, flags)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == code, (result.stdout + result.stderr)[-3000:]
+    return result
+
+
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def same(first, second):
+    first, second = load_file(first), load_file(second)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_rates_fall_with_depth():
+    model = DecayedViTMAEForImageClassification(DecayedViTMAEConfig(**TINY_SIZES, shortcut_schedule="learned"))
+    layers = model.config.num_hidden_layers
+    groups = layerwise_groups(model, layers, 1.0, 0.5, 0.05)
+    where = {id(parameter): group for group in groups for parameter in group["params"]}
+    assert len(where) == sum(parameter.requires_grad for parameter in model.parameters())
+    rates = {name: where[id(parameter)]["lr"] for name, parameter in model.named_parameters()}
+    decays = {name: where[id(parameter)]["weight_decay"] for name, parameter in model.named_parameters()}
+    assert rates["classifier.weight"] == 1.0 and rates["fc_norm.weight"] == 1.0
+    assert rates[f"vit.layers.{layers - 1}.mlp.fc1.weight"] == 0.5
+    assert rates["vit.layers.0.mlp.fc1.bias"] == 0.5**layers
+    assert rates["vit.embeddings.cls_token"] == 0.5 ** (layers + 1)
+    assert decays["vit.layers.0.mlp.fc1.weight"] == 0.05 and decays["vit.layers.0.attention_alpha"] == 0.05
+    assert decays["vit.embeddings.cls_token"] == 0 and decays["classifier.bias"] == 0
+
+
+def test_mixing_keeps_the_share_of_each_class():
+    images = torch.stack([torch.full((1, 16, 16), float(number)) for number in range(4)])
+    labels = torch.arange(4)
+    seen = set()
+    for seed in range(40):
+        draws = np.random.default_rng(seed)
+        mixed, targets = mixup_cutmix(images, labels, 4, draws, label_smoothing=0.0)
+        torch.testing.assert_close(targets.sum(1), torch.ones(4))
+        # Pixels are numbered by class, so their average tells the share that the label must tell.
+        torch.testing.assert_close(mixed.mean((1, 2, 3)), targets @ torch.arange(4.0))
+        seen.add(len(mixed[0].unique()))
+    assert seen == {1, 2}  # blended, and pasted
+    _, targets = mixup_cutmix(images, labels, 4, draws, mixup=0, cutmix=0, label_smoothing=0.1)
+    torch.testing.assert_close(targets[2], torch.tensor([0.025, 0.025, 0.925, 0.025]))
+
+
+def test_erasing_and_dropping_branches():
+    images = torch.zeros(200, 3, 16, 16)
+    erased = random_erasing(images, 0.25, np.random.default_rng(0))
+    changed = (erased != 0).any(1)  # (image, row, column)
+    assert 30 < changed.any((1, 2)).sum() < 70 and not images.any()
+    assert 0.01 < changed[changed.any((1, 2))].float().mean() < 0.34
+    drop = finetune.DropPath(0.25).train()
+    torch.manual_seed(0)
+    branch = drop(torch.ones(4000, 2, 3))
+    assert branch.mean() == pytest.approx(1, abs=0.05) and branch.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert torch.equal(drop.eval()(branch), branch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_finetuning_resumes_to_the_last_bit(pretrained, tmp_path):
+    run("finetune.py", pretrained, *SMALL_FINETUNE, "--output_dir", tmp_path / "whole")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "whole")
+    assert model.config.id2label[9] == "Ankle boot" and model.config.shortcut_decay == 0.6
+    assert {"accuracy", "accuracy_top5", "versions", "command"} <= results(tmp_path / "whole").keys()
+    parts = ["--output_dir", tmp_path / "parts", "--resume_from_checkpoint", "latest"]
+    assert "starting afresh" in run("finetune.py", pretrained, *SMALL_FINETUNE, *parts).stdout
+    (tmp_path / "parts" / "results.json").unlink()
+    assert "resumed at step 14" in run("finetune.py", pretrained, *SMALL_FINETUNE, *parts).stdout
+    assert same(tmp_path / "whole" / "model.safetensors", tmp_path / "parts" / "model.safetensors")
+    refused = run("finetune.py", pretrained, *SMALL_FINETUNE, *parts, "--seed", 3, code=2)
+    assert "finetune.py: 'step-00000014' belongs to another run (seed 0 -> 3)" in refused.stderr
+    run("finetune.py", pretrained, *SMALL_FINETUNE, "--output_dir", tmp_path / "two", processes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_probing_by_both_protocols(pretrained, tmp_path):
+    few = ["--max_train_samples", 600, "--max_eval_samples", 300, "--features_dir", tmp_path / "features"]
+    printed = run("linear_probe.py", pretrained, *few, "--output_dir", tmp_path / "paper").stdout
+    paper = results(tmp_path / "paper")
+    assert paper["linear_accuracy"] > 0.25 and f"{100 * paper['linear_accuracy']:.1f} %" in printed
+    assert paper["protocol"]["name"] == "paper_imagenet100" and not paper["protocol"]["augment"]
+
+    # With augmentation: stopped, resumed, with two processes; each time the same classifier.
+    few += ["--protocol", "mae_imagenet1k", "--epochs", 2, "--batch_size", 100, "--checkpointing_steps", 5]
+    run("linear_probe.py", pretrained, *few, "--output_dir", tmp_path / "whole")
+    assert results(tmp_path / "whole")["protocol"]["augment"]
+    stopped = run("linear_probe.py", pretrained, *few, "--output_dir", tmp_path / "parts", "--max_train_steps", 7)
+    assert "stopped at step 7" in stopped.stdout
+    run("linear_probe.py", pretrained, *few, "--output_dir", tmp_path / "parts", "--resume_from_checkpoint", "latest")
+    assert same(*(tmp_path / name / "classifier.safetensors" for name in ("whole", "parts")))
+    run("linear_probe.py", pretrained, *few, "--output_dir", tmp_path / "two", processes=2)
+    one, two = (load_file(tmp_path / name / "classifier.safetensors") for name in ("whole", "two"))
+    assert all(torch.allclose(one[name].float(), two[name].float(), atol=1e-5) for name in one)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_data_without_labels_is_refused(pretrained, tmp_path):
+    load_splits()[0].remove_columns("label").select(range(50)).to_parquet(tmp_path / "images.parquet")
+    assert len(load_dataset("parquet", data_files=str(tmp_path / "images.parquet"))["train"]) == 50
+    for script in ("finetune.py", "linear_probe.py", "evaluate.py"):
+        refused = run(script, pretrained, "--dataset_path", tmp_path / "images.parquet", code=2).stderr
+        assert refused.strip().splitlines()[-1].startswith(f"{script}: ") and "label" in refused

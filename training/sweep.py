@@ -1,0 +1,389 @@
+"""Trains and judges a grid of masked autoencoders: the paper's ablations as one command, which can be stopped and resumed.
+
+    python training/sweep.py bundled_decay
+    python training/sweep.py cifar100_small_scale --dataset_path path/to/cifar100 --label_column_name fine_label
+    python training/sweep.py bundled_decay --report
+
+GRID is a file in `training/recipes/sweeps`, or a path to one: flags and config fields of `training/mae.py`, by run. Each run
+is a process of mae.py and one of evaluate.py; what they find becomes a line of `<output_dir>/results.jsonl`. Run the same
+command again to go on where it stopped. `--report` makes tables (Markdown) and pictures of the lines that are there.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import mae
+import matplotlib
+import numpy as np
+import torch
+import yaml
+from sklearn.manifold import TSNE
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_decayed import DecayedViTMAEForPreTraining
+from hf_decayed.data import DataError
+from hf_decayed.evaluation.features import read_shards
+from hf_decayed.models.configuration_decayed_vit_mae import as_pair
+from hf_decayed.runs import names_of
+
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+
+
+SCRIPTS = Path(__file__).parent
+GRIDS = SCRIPTS / "recipes" / "sweeps"
+
+
+def parse_arguments(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", metavar="GRID", help=f"one of {names_of(GRIDS)}, or a YAML file")
+    parser.add_argument("--output_dir", type=Path, help="outputs/sweep/<grid> when not given")
+    parser.add_argument("--dataset_name")
+    parser.add_argument("--dataset_path")
+    parser.add_argument("--label_column_name")
+    parser.add_argument("--only", help="regular expression: runs whose name matches")
+    parser.add_argument("--accelerate_config", help="launch runs with this accelerate config file")
+    parser.add_argument("--report", action="store_true", help="make tables and pictures; train nothing")
+    parser.add_argument("--tsne", nargs=2, metavar="RUN", help="runs to draw side by side; the first and the last")
+    options = parser.parse_args(arguments)
+    path = Path(options.grid) if options.grid.endswith((".yaml", ".yml")) else GRIDS / f"{options.grid}.yaml"
+    if not path.is_file():
+        parser.error(f"there is no grid '{options.grid}'; there are {names_of(GRIDS)}")
+    options.output_dir = options.output_dir or Path("outputs/sweep") / path.stem
+    return options, yaml.safe_load(path.read_text())
+
+
+def main():
+    options, grid = parse_arguments()
+    records_file = options.output_dir / "results.jsonl"
+    runs = [run for run in expand(grid) if re.search(options.only or "", run["name"])]
+    if options.report:
+        report(read_records(records_file), options)
+        return
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    done = {record["key"] for record in read_records(records_file)}
+    for number, run in enumerate(runs, 1):
+        if run["key"] in done:
+            continue
+        print(f"run {number} of {len(runs)}: {run['name']}, seed {run['seed']}", flush=True)
+        folder = options.output_dir / run["folder"]
+        record = {**run, **train_and_judge(run, folder, options)}
+        with records_file.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    report(read_records(records_file), options)
+
+
+def expand(grid: dict) -> list[dict]:
+    """Runs of a grid: the named ones and every combination of the axes, each with every seed."""
+    named = dict(grid.get("runs", {}))
+    axes = grid.get("axes", {})
+    if axes:
+        for values in itertools.product(*axes.values()):
+            named[", ".join(f"{axis}={value}" for axis, value in zip(axes, values))] = dict(zip(axes, values))
+    if not named:
+        raise DataError("A grid needs `runs`, `axes`, or both.")
+    runs = []
+    for seed in grid.get("seeds", [0]):  # seeds outside: a sweep that is cut short has all runs once
+        for name, settings in named.items():
+            settings = {"recipe": grid.get("recipe", "tiny"), **grid.get("flags", {}), **(settings or {})}
+            identity = json.dumps({**settings, "seed": seed}, sort_keys=True)
+            key = hashlib.sha256(identity.encode()).hexdigest()[:12]
+            folder = f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}-seed{seed}-{key[:4]}"
+            runs.append({"name": name, "seed": seed, "settings": settings, "key": key, "folder": folder})
+    return runs
+
+
+def read_records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def train_and_judge(run: dict, folder: Path, options) -> dict:
+    data = [
+        word
+        for name in ("dataset_name", "dataset_path", "label_column_name")
+        if getattr(options, name)
+        for word in (f"--{name}", getattr(options, name))
+    ]
+    if not (folder / "results.json").exists():
+        launcher = [sys.executable]
+        if options.accelerate_config:
+            launcher = ["accelerate", "launch", "--config_file", options.accelerate_config]
+        flags = as_flags(run["settings"]) + ["--seed", str(run["seed"]), "--resume_from_checkpoint", "latest"]
+        call([*launcher, str(SCRIPTS / "mae.py"), *flags, *data, "--output_dir", str(folder)])
+        if not (folder / "results.json").exists():
+            print("stopped; run the same command to go on", flush=True)
+            sys.exit(0)
+    model = DecayedViTMAEForPreTraining.from_pretrained(folder)
+    pooling, layers = model.config.pooling, model.config.num_hidden_layers
+    features = [f"{layer}.{pooling}" for layer in range(layers + 1)] + ["last.cls", "last.mean"]
+    judging = [sys.executable, str(SCRIPTS / "evaluate.py"), str(folder), *data]
+    judging += [
+        "--features",
+        ",".join(dict.fromkeys(features)),
+        "--features_dir",
+        str(options.output_dir / "features"),
+    ]
+    call([*judging, "--output", str(folder / "evaluation.json")])
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    results = json.loads((folder / "results.json").read_text())
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "results": results,
+        "steps": results["steps"],
+        "images_seen": results["images_seen"],
+        "training_flops": results["images_seen"] * flops_per_image(model),
+        "shortcut_decay": model.config.shortcut_decay,
+        "evaluation": evaluation["rows"],
+        "protocol": evaluation["protocol"],
+        "dataset": evaluation["dataset"],
+        "curve": [
+            {
+                name: each[name]
+                for name in ("step", "loss", "encoder_norm", "knn_accuracy", "effective_rank")
+                if name in each
+            }
+            for each in metrics
+        ],
+    }
+
+
+def as_flags(settings: dict) -> list[str]:
+    """Flags of mae.py as they are; what is no flag of it is a field of the config."""
+    known = vars(mae.parse_arguments(["--recipe", settings["recipe"]]))
+    words = []
+    for name, value in settings.items():
+        if name in known:
+            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [text_of(value)])]
+        else:
+            words += ["--set", f"{name}={text_of(value)}"]
+    return words
+
+
+def text_of(value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def call(words: list[str]) -> None:
+    code = subprocess.run(words).returncode
+    if code != 0:
+        raise DataError(f"`{Path(words[1]).name}` ended with code {code}; what it said is above.")
+
+
+def flops_per_image(model) -> int:
+    """Of a training step: forward and backward, the decoder on all patches."""
+    height, width = as_pair(model.config.image_size)
+    images = torch.zeros(2, model.config.num_channels, height, width)
+    with FlopCounterMode(display=False) as counter:
+        model.train()(images).loss.backward()
+    return counter.get_total_flops() // 2
+
+
+# Report.
+
+
+def report(records: list[dict], options) -> None:
+    if not records:
+        raise DataError(f"There is nothing to report in {options.output_dir} yet.")
+    folder = options.output_dir / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    by_name = defaultdict(list)
+    for record in records:
+        by_name[record["name"]].append(record)
+    (folder / "tables.md").write_text(tables(by_name))
+    save_decay(folder / "accuracy_against_decay.png", records)
+    save_training(folder / "rank_and_accuracy.png", by_name)
+    save_layers(folder / "accuracy_by_layer.png", by_name)
+    names = options.tsne or [next(iter(by_name)), list(by_name)[-1]]
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise DataError(f"There is no run {', '.join(unknown)}; there are {', '.join(by_name)}.")
+    save_tsne(folder / "tsne.png", [by_name[name][0] for name in names], options.output_dir)
+    print((folder / "tables.md").read_text())
+    print(f"tables.md and pictures: {folder}")
+
+
+def own_features(record: dict) -> str:
+    """The deepest layer, pooled as the model pools."""
+    return max((name for name in record["evaluation"] if name[0].isdigit()), key=lambda name: int(name.split(".")[0]))
+
+
+def spread(values: list[float], percent: bool = False) -> str:
+    """The mean, and the smallest and largest where there are several."""
+    scale, digits = (100, 1) if percent else (1, 3)
+    text = f"{scale * np.mean(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} ({scale * min(values):.{digits}f}-{scale * max(values):.{digits}f})"
+
+
+def tables(by_name: dict[str, list[dict]]) -> str:
+    columns = ["run", "seeds", "steps", "loss", "kNN (%)", "kNN, class token (%)", "best layer's kNN (%)"]
+    columns += ["linear (%)", "rank, class token", "encoder norm", "PFLOP"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for name, records in by_name.items():
+        rows = [record["evaluation"] for record in records]
+        own = own_features(records[0])
+        layers = [[row[each]["knn_accuracy"] for each in row if each[0].isdigit()] for row in rows]
+        norms = [
+            [each["encoder_norm"] for each in record["curve"] if "encoder_norm" in each][-1] for record in records
+        ]
+        cells = [name, str(len(records)), str(records[0]["steps"])]
+        cells.append(spread([record["results"]["loss"] for record in records]))
+        cells.append(spread([row[own]["knn_accuracy"] for row in rows], percent=True))
+        cells.append(spread([row["last.cls"]["knn_accuracy"] for row in rows], percent=True))
+        cells.append(spread([max(each) for each in layers], percent=True))
+        cells.append(spread([row[own]["linear_accuracy"] for row in rows], percent=True))
+        cells.append(spread([row["last.cls"]["effective_rank"] for row in rows]))
+        cells += [spread(norms), f"{records[0]['training_flops'] / 1e15:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    anyone = next(iter(by_name.values()))[0]
+    untrained = {
+        name: [record["results"]["knn_accuracy_untrained"] for record in group] for name, group in by_name.items()
+    }
+    pixels = anyone["evaluation"]["pixels"]
+    lines += [
+        "",
+        f"Raw pixels: kNN {100 * pixels['knn_accuracy']:.1f} %, linear {100 * pixels['linear_accuracy']:.1f} %.",
+    ]
+    lines.append(
+        "Untrained, kNN on the images that mae.py evaluates on: "
+        + "; ".join(f"{name} {spread(values, percent=True)} %" for name, values in untrained.items())
+        + "."
+    )
+    protocol, dataset = anyone["protocol"], anyone["dataset"]
+    lines.append(
+        f"{dataset['name']}: {dataset['number']['train']} training and {dataset['number']['test']} held-out images. kNN: "
+        f"k = {protocol['knn']['k']}, cosine, temperature {protocol['knn']['temperature']}; linear: {protocol['linear']['name']}. "
+        "Means over seeds, with the smallest and largest."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def save_decay(path: Path, records: list[dict]) -> None:
+    """Accuracy against `shortcut_decay`, one line for runs that differ in nothing else."""
+    groups = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        others = {name: value for name, value in record["settings"].items() if name != "shortcut_decay"}
+        label = ", ".join(f"{name}={value}" for name, value in others.items() if name in differing(records)) or "all"
+        groups[label][record["shortcut_decay"]].append(record["evaluation"][own_features(record)])
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.4))
+    for axis, (name, title) in zip(
+        axes,
+        (
+            ("knn_accuracy", "kNN accuracy"),
+            ("linear_accuracy", "linear accuracy"),
+            ("effective_rank", "effective rank"),
+        ),
+    ):
+        for label, decays in groups.items():
+            places = sorted(decays)
+            means = [np.mean([row[name] for row in decays[place]]) for place in places]
+            axis.plot(places, means, marker="o", markersize=4, label=label)
+            for place in places:
+                axis.plot([place] * len(decays[place]), [row[name] for row in decays[place]], "k.", markersize=3)
+        axis.set(title=title, xlabel="shortcut_decay")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=7)
+    finish(figure, path)
+
+
+def differing(records: list[dict]) -> set[str]:
+    """Settings, but for the decay, that are not the same in all runs."""
+    names = {name for record in records for name in record["settings"]} - {"shortcut_decay"}
+    return {name for name in names if len({str(record["settings"].get(name)) for record in records}) > 1}
+
+
+def save_training(path: Path, by_name: dict[str, list[dict]]) -> None:
+    """Rank and kNN accuracy over training, and how they go together."""
+    figure, (over_rank, over_accuracy, together) = pyplot.subplots(1, 3, figsize=(12, 3.4))
+    every_rank, every_accuracy = [], []
+    for name, records in by_name.items():
+        for index, record in enumerate(records):
+            points = [each for each in record["curve"] if "knn_accuracy" in each]
+            steps, ranks, accuracies = (
+                [each[key] for each in points] for key in ("step", "effective_rank", "knn_accuracy")
+            )
+            (line,) = over_rank.plot(steps, ranks, marker=".", label=name if index == 0 else None)
+            over_accuracy.plot(steps, accuracies, marker=".", color=line.get_color())
+            trained = slice(1, None)  # the untrained network is another matter
+            together.plot(ranks[trained], accuracies[trained], ".", color=line.get_color())
+            every_rank += ranks[trained]
+            every_accuracy += accuracies[trained]
+    correlation = pearson(every_rank, every_accuracy)
+    over_rank.set(title="effective rank, class token", xlabel="step")
+    over_accuracy.set(title="kNN accuracy", xlabel="step")
+    together.set(
+        title="Pearson correlation " + ("not defined" if correlation is None else f"{correlation:.2f}"),
+        xlabel="effective rank",
+        ylabel="kNN accuracy",
+    )
+    over_rank.legend(fontsize=7)
+    finish(figure, path)
+
+
+def pearson(left: list[float], right: list[float]) -> float | None:
+    if len(left) < 3 or np.std(left) == 0 or np.std(right) == 0:
+        return None
+    return float(np.corrcoef(left, right)[0, 1])
+
+
+def save_layers(path: Path, by_name: dict[str, list[dict]]) -> None:
+    figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.4))
+    for axis, (metric, title) in zip(axes, (("knn_accuracy", "kNN accuracy"), ("linear_accuracy", "linear accuracy"))):
+        for name, records in by_name.items():
+            layers = [each for each in records[0]["evaluation"] if each[0].isdigit()]
+            means = [np.mean([record["evaluation"][layer][metric] for record in records]) for layer in layers]
+            axis.plot([int(layer.split(".")[0]) for layer in layers], means, marker=".", label=name)
+        axis.axhline(records[0]["evaluation"]["pixels"][metric], color="grey", linestyle=":", label="pixels")
+        axis.set(title=title, xlabel="encoder layer (0: embedding)")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=7)
+    finish(figure, path)
+
+
+def save_tsne(path: Path, records: list[dict], output_dir: Path, number: int = 1000) -> None:
+    """Held-out features of two runs in the plane, coloured by class."""
+    figure, axes = pyplot.subplots(1, len(records), figsize=(4.6 * len(records), 4.4), squeeze=False)
+    for axis, record in zip(axes[0], records):
+        features, labels = held_out_features(record, output_dir)
+        order = np.random.default_rng(0).permutation(len(features))[:number]
+        places = TSNE(perplexity=min(30, (len(order) - 1) / 3), init="pca", random_state=0).fit_transform(
+            features[order]
+        )
+        axis.scatter(*places.T, c=labels[order], s=5, cmap="tab10")
+        axis.set(title=f"{record['name']}, seed {record['seed']}", xticks=[], yticks=[])
+    finish(figure, path)
+
+
+def held_out_features(record: dict, output_dir: Path) -> tuple[np.ndarray, np.ndarray]:
+    """From the shards that evaluate.py kept for this run's model."""
+    evaluation = json.loads((output_dir / record["folder"] / "evaluation.json").read_text())
+    for identity in sorted((output_dir / "features").glob("*/identity.json")):
+        content = json.loads(identity.read_text())
+        if (content["model"], content["number"]) == (
+            evaluation["model_fingerprint"],
+            evaluation["dataset"]["number"]["test"],
+        ):
+            tensors = read_shards(sorted(identity.parent.glob("shard-*.safetensors")))
+            return tensors[own_features(record)].numpy(), tensors["labels"].numpy()
+    raise DataError(f"The features of the run '{record['name']}' are gone from {output_dir / 'features'}.")
+
+
+def finish(figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (DataError, ValueError, OSError) as error:
+        print(f"sweep.py: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
