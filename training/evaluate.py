@@ -41,6 +41,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--output", type=Path, help="JSON file; outputs/evaluate/<model>.json when not given")
     parser.add_argument("--features_dir", type=Path, default=Path("outputs/features"), help="where features are kept")
+    parser.add_argument("--cpu_threads", type=int, help="per process; the machine's cores shared out when not given")
     add_data_arguments(parser)
     parser.add_argument("--max_train_samples", type=int)
     parser.add_argument("--max_eval_samples", type=int)
@@ -72,7 +73,7 @@ def main(arguments=None):
     options = parse_arguments(arguments)
     started = time.time()
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-    share_cores(accelerator)
+    share_cores(accelerator, options.cpu_threads)
 
     # Model.
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}

@@ -65,6 +65,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/linear_probe"))
     parser.add_argument("--features_dir", type=Path, default=Path("outputs/features"), help="where features are kept")
+    parser.add_argument("--cpu_threads", type=int, help="per process; the machine's cores shared out when not given")
     parser.add_argument("--seed", type=int, default=0)
     data = add_data_arguments(parser)
     data.add_argument("--max_train_samples", type=int)
@@ -93,7 +94,7 @@ def main():
         cpu=not torch.accelerator.is_available(),
         dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
     )
-    share_cores(accelerator)
+    share_cores(accelerator, options.cpu_threads)
     set_seed(options.seed)
     given = {name: getattr(options, name) for name in ("augment", "epochs", "batch_size", "learning_rate")}
     protocol = replace(PROTOCOLS[options.protocol], **{name: each for name, each in given.items() if each is not None})
