@@ -120,8 +120,10 @@ class MetricsFile:
                 continue
         return records
 
-    def last(self, name: str):
-        return next(record[name] for record in reversed(self.records()) if name in record)
+    def recent(self, name: str, number: int = 10) -> float:
+        """Mean of the last few values: one step's loss says little."""
+        values = [record[name] for record in self.records() if name in record][-number:]
+        return sum(values) / len(values)
 
 
 class StopSignal:

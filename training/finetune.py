@@ -339,7 +339,7 @@ def main():
         log.write({"step": step, **measured})
         results = {
             **measured,
-            "loss": log.last("loss"),
+            "loss": log.recent("loss"),
             "steps": step,
             "images_seen": step * options.batch_size,
             "skipped_steps": skipped,

@@ -403,7 +403,7 @@ def main():
     if accelerator.is_main_process:
         log.write({"step": step, **measured})
         results = {
-            "loss": log.last("loss"),
+            "loss": log.recent("loss"),
             "knn_accuracy": measured.get("knn_accuracy"),
             "knn_accuracy_pixels": probe.pixels(),
             "knn_accuracy_untrained": untrained.get("knn_accuracy"),
