@@ -11,6 +11,7 @@ import finetune
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import TINY_SIZES, random_weights
 from datasets import load_dataset
 from safetensors.torch import load_file
@@ -150,3 +151,39 @@ def test_data_without_labels_is_refused(pretrained, tmp_path):
     for script in ("finetune.py", "linear_probe.py", "evaluate.py"):
         refused = run(script, pretrained, "--dataset_path", tmp_path / "images.parquet", code=2).stderr
         assert refused.strip().splitlines()[-1].startswith(f"{script}: ") and "label" in refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sweep_goes_on_where_it_stopped(tmp_path):
+    """Two runs and two seeds; one line each, none done twice; tables and pictures of them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "decoder_num_hidden_layers": 2}
+    flags = {"max_train_samples": 200, "max_train_steps": 6, "eval_every": 2, "log_every": 2, "batch_size": 16}
+    grid = {
+        "flags": {**sizes, **flags, "eval_train_samples": 200, "eval_test_samples": 100},
+        "evaluation": {"max_train_samples": 200, "max_eval_samples": 100},
+        "seeds": [0, 1],
+        "runs": {"plain preset": {"preset": "plain", "shortcut_decay": 1.0}},
+        "axes": {"shortcut_decay": [0.8]},
+    }
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    command = [tmp_path / "grid.yaml", "--output_dir", tmp_path / "out"]
+    nothing = run("sweep.py", *command, "--report", code=2)
+    assert "sweep.py: There is nothing to report" in nothing.stderr
+    run("sweep.py", *command, "--only", "plain")
+    first = (tmp_path / "out" / "results.jsonl").read_text()
+    assert len(first.splitlines()) == 2
+    again = run("sweep.py", *command)
+    lines = (tmp_path / "out" / "results.jsonl").read_text()
+    assert lines.startswith(first) and "plain preset, seed" not in again.stdout
+    records = [json.loads(line) for line in lines.splitlines()]
+    assert [(record["name"], record["seed"]) for record in records[2:]] == [
+        ("shortcut_decay=0.8", 0),
+        ("shortcut_decay=0.8", 1),
+    ]
+    assert all(record["training_flops"] > 0 and record["images_seen"] == 96 for record in records)
+    assert str(tmp_path) not in lines
+    table = (tmp_path / "out" / "report" / "tables.md").read_text()
+    assert "| shortcut_decay=0.8 | 2 | 6 |" in table and "Raw pixels: kNN" in table
+    for name in ("accuracy_against_decay", "rank_and_accuracy", "accuracy_by_layer", "tsne"):
+        assert (tmp_path / "out" / "report" / f"{name}.png").stat().st_size > 5000

@@ -4,8 +4,9 @@
     python training/sweep.py cifar100_small_scale --dataset_path path/to/cifar100 --label_column_name fine_label
     python training/sweep.py bundled_decay --report
 
-GRID is a file in `training/recipes/sweeps`, or a path to one: flags and config fields of `training/mae.py`, by run. Each run
-is a process of mae.py and one of evaluate.py; what they find becomes a line of `<output_dir>/results.jsonl`. Run the same
+GRID is a file in `training/recipes/sweeps`, or a path to one: flags and config fields of `training/mae.py` for all runs
+(`flags`), by run (`runs`) or in every combination (`axes`), `seeds`, and flags of evaluate.py (`evaluation`). Each run is a
+process of mae.py and one of evaluate.py; what they find becomes a line of `<output_dir>/results.jsonl`. Run the same
 command again to go on where it stopped. `--report` makes tables (Markdown) and pictures of the lines that are there.
 """
 
@@ -75,7 +76,7 @@ def main():
             continue
         print(f"run {number} of {len(runs)}: {run['name']}, seed {run['seed']}", flush=True)
         folder = options.output_dir / run["folder"]
-        record = {**run, **train_and_judge(run, folder, options)}
+        record = {**run, **train_and_judge(run, folder, grid.get("evaluation", {}), options)}
         with records_file.open("a") as file:
             file.write(json.dumps(record) + "\n")
     report(read_records(records_file), options)
@@ -105,7 +106,7 @@ def read_records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def train_and_judge(run: dict, folder: Path, options) -> dict:
+def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
     data = [
         word
         for name in ("dataset_name", "dataset_path", "label_column_name")
@@ -131,6 +132,7 @@ def train_and_judge(run: dict, folder: Path, options) -> dict:
         "--features_dir",
         str(options.output_dir / "features"),
     ]
+    judging += [word for name, value in evaluation.items() for word in (f"--{name}", text_of(value))]
     call([*judging, "--output", str(folder / "evaluation.json")])
     evaluation = json.loads((folder / "evaluation.json").read_text())
     results = json.loads((folder / "results.json").read_text())
@@ -224,7 +226,7 @@ def spread(values: list[float], percent: bool = False) -> str:
 
 def tables(by_name: dict[str, list[dict]]) -> str:
     columns = ["run", "seeds", "steps", "loss", "kNN (%)", "kNN, class token (%)", "best layer's kNN (%)"]
-    columns += ["linear (%)", "rank, class token", "encoder norm", "PFLOP"]
+    columns += ["linear (%)", "rank, class token", "encoder norm", "TFLOP"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name, records in by_name.items():
         rows = [record["evaluation"] for record in records]
@@ -240,7 +242,7 @@ def tables(by_name: dict[str, list[dict]]) -> str:
         cells.append(spread([max(each) for each in layers], percent=True))
         cells.append(spread([row[own]["linear_accuracy"] for row in rows], percent=True))
         cells.append(spread([row["last.cls"]["effective_rank"] for row in rows]))
-        cells += [spread(norms), f"{records[0]['training_flops'] / 1e15:.2f}"]
+        cells += [spread(norms), f"{records[0]['training_flops'] / 1e12:.3g}"]
         lines.append("| " + " | ".join(cells) + " |")
     anyone = next(iter(by_name.values()))[0]
     untrained = {
@@ -270,7 +272,10 @@ def save_decay(path: Path, records: list[dict]) -> None:
     groups = defaultdict(lambda: defaultdict(list))
     for record in records:
         others = {name: value for name, value in record["settings"].items() if name != "shortcut_decay"}
-        label = ", ".join(f"{name}={value}" for name, value in others.items() if name in differing(records)) or "all"
+        label = (
+            ", ".join(f"{name}={value}" for name, value in others.items() if name in differing(records))
+            or "nothing else changed"
+        )
         groups[label][record["shortcut_decay"]].append(record["evaluation"][own_features(record)])
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.4))
     for axis, (name, title) in zip(
@@ -303,16 +308,17 @@ def save_training(path: Path, by_name: dict[str, list[dict]]) -> None:
     """Rank and kNN accuracy over training, and how they go together."""
     figure, (over_rank, over_accuracy, together) = pyplot.subplots(1, 3, figsize=(12, 3.4))
     every_rank, every_accuracy = [], []
-    for name, records in by_name.items():
+    for number, (name, records) in enumerate(by_name.items()):
         for index, record in enumerate(records):
             points = [each for each in record["curve"] if "knn_accuracy" in each]
             steps, ranks, accuracies = (
                 [each[key] for each in points] for key in ("step", "effective_rank", "knn_accuracy")
             )
-            (line,) = over_rank.plot(steps, ranks, marker=".", label=name if index == 0 else None)
-            over_accuracy.plot(steps, accuracies, marker=".", color=line.get_color())
+            style = {"marker": ".", "color": f"C{number}"}  # one colour for all seeds of a run
+            over_rank.plot(steps, ranks, **style, label=name if index == 0 else None)
+            over_accuracy.plot(steps, accuracies, **style)
             trained = slice(1, None)  # the untrained network is another matter
-            together.plot(ranks[trained], accuracies[trained], ".", color=line.get_color())
+            together.plot(ranks[trained], accuracies[trained], **style, linestyle="")
             every_rank += ranks[trained]
             every_accuracy += accuracies[trained]
     correlation = pearson(every_rank, every_accuracy)
