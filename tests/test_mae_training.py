@@ -218,7 +218,8 @@ def test_asked_to_stop(recipe, tmp_path, signal_number):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (tmp_path / "stopped" / "metrics.jsonl").exists():
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    while not (metrics.exists() and '"loss"' in metrics.read_text()):  # before that there is nothing to keep
         time.sleep(0.01)
     process.send_signal(signal_number)
     output, _ = process.communicate()

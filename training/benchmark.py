@@ -3,6 +3,7 @@
     python training/benchmark.py models      MAE step and features against transformers' ViTMAE
     python training/benchmark.py data        real images against synthetic ones; mae.py against transformers' `Trainer`
     python training/benchmark.py training    images a second and share of the machine's peak
+    python training/benchmark.py eval        kNN, effective rank and feature extraction against scikit-learn, faiss, torch
     python training/benchmark.py models --sizes tiny --rounds 9 --output model_cards/results/benchmark_models.json
 
 Variants take turns inside each round, so that a busy machine slows them alike; what counts is the ratio to the peer
@@ -17,6 +18,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -24,21 +26,30 @@ from unittest import mock
 import datasets
 import mae
 import numpy as np
+import psutil
 import torch
 import transformers
 from datasets import Dataset
 from PIL import Image
+from sklearn.neighbors import KNeighborsClassifier
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, DecayedViTMAEModel
 from hf_decayed.data import Augmentation, EpochBatches, TrainingImages, crop_boxes, load_splits
+from hf_decayed.evaluation import effective_rank, knn_accuracy
+from hf_decayed.evaluation.features import ImagesInOrder, extract_features, transformer_encoder
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
-from hf_decayed.models.modeling_decayed_vit_mae import select_rows
+from hf_decayed.models.modeling_decayed_vit_mae import image_processor, select_rows
 from hf_decayed.runs import flags_without_paths, versions
 
+
+try:
+    import faiss
+except ImportError:  # a peer that few have installed
+    faiss = None
 
 PEER = "transformers ViTMAE"
 
@@ -89,7 +100,7 @@ KINDS_OF_WORK = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["models", "data", "training"])
+    parser.add_argument("command", choices=["models", "data", "training", "eval"])
     parser.add_argument(
         "--sizes", default="tiny,base", help="models: comma-separated, of tiny, base (ViT-B/16, 224 px)"
     )
@@ -113,7 +124,8 @@ def main():
         parser.error(f"--sizes knows {', '.join(SIZES)}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    benchmark = {"models": benchmark_models, "data": benchmark_data, "training": benchmark_training}[arguments.command]
+    benchmarks = {"models": benchmark_models, "data": benchmark_data, "training": benchmark_training}
+    benchmark = {**benchmarks, "eval": benchmark_eval}[arguments.command]
     results = {
         "command": " ".join(["python", "training/benchmark.py", *flags_without_paths()]),
         "machine": f"{platform.machine()} {arguments.device}, {arguments.threads} thread(s)",
@@ -311,6 +323,88 @@ def benchmark_training(arguments) -> list[dict]:
     return tables
 
 
+def benchmark_eval(arguments) -> list[dict]:
+    """Judging, at the size of a small data set: 50,000 features of a ViT-B, 10,000 queries."""
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = (torch.randn(number, 768, generator=generator) for number in (50_000, 10_000))
+    labels, query_labels = (torch.randint(100, (len(each),), generator=generator) for each in (bank, queries))
+
+    def scikit_learn():
+        # Weights as ours: brute force on cosine distances, votes of exp(similarity / temperature).
+        nearest = KNeighborsClassifier(
+            20, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07)
+        )
+        nearest.fit(bank.numpy(), labels.numpy()).score(queries.numpy(), query_labels.numpy())
+
+    def faiss_flat():
+        faiss.omp_set_num_threads(arguments.threads)
+        index = faiss.IndexFlatIP(768)
+        index.add(torch.nn.functional.normalize(bank).numpy())
+        index.search(torch.nn.functional.normalize(queries).numpy(), 20)
+
+    runs = {"scikit-learn, brute force": scikit_learn}
+    if faiss is not None:
+        runs["faiss, flat index (search alone)"] = faiss_flat
+    runs["knn_accuracy"] = lambda: knn_accuracy(bank, labels, queries, query_labels)
+    tables = [take_turns("kNN, 50,000 x 768 bank, 10,000 queries (images/s: queries)", runs, len(queries), arguments)]
+    for label, run in runs.items():
+        tables[-1]["rows"][label]["extra memory (MB)"] = extra_memory(run)
+
+    def sample_by_sample(features):
+        centred = features - features.mean(dim=0)
+        shares = torch.linalg.svdvals(centred @ centred.T)
+        return torch.special.entr(shares / shares.sum()).sum()
+
+    def singular_values(features):
+        shares = torch.linalg.svdvals(features - features.mean(dim=0)).square()
+        return torch.special.entr(shares / shares.sum()).sum()
+
+    runs = {"svdvals": lambda: singular_values(bank), "effective_rank": lambda: effective_rank(bank)}
+    tables.append(take_turns("effective rank, 50,000 x 768", runs, len(bank), arguments))
+    few = bank[:4000]
+    runs = {"4,000 x 4,000 covariance": lambda: sample_by_sample(few), "effective_rank": lambda: effective_rank(few)}
+    tables.append(take_turns("effective rank, 4,000 x 768", runs, len(few), arguments))
+
+    # Extraction with everything round it (reading, decoding, processor, shards) against the forward pass alone.
+    model = DecayedViTMAEModel(DecayedViTMAEConfig(**SIZES["tiny"]["fields"], num_channels=1)).to(arguments.device)
+    processor = image_processor(model.config)
+    images = ImagesInOrder(load_splits()[1].select(range(512)), "image", "label", processor, num_channels=1)
+    batches = [images.__getitems__(list(range(start, start + 64)))["pixel_values"] for start in range(0, 512, 64)]
+    encode = transformer_encoder(model, ["last.mean"])
+
+    def extraction():
+        with tempfile.TemporaryDirectory() as folder:
+            extract_features(encode, images, folder, {}, batch_size=64)
+
+    @torch.no_grad()
+    def forward():
+        for batch in batches:
+            encode(batch.to(arguments.device), [])
+
+    runs = {"forward pass alone": forward, "extract_features": extraction}
+    tables.append(take_turns("features of 512 bundled images, tiny", runs, 512, arguments))
+    return tables
+
+
+def extra_memory(run) -> int:
+    """Largest growth of the process while it runs, in MB."""
+    process, largest, running = psutil.Process(), 0, True
+    start = process.memory_info().rss
+
+    def watch():
+        nonlocal largest
+        while running:
+            largest = max(largest, process.memory_info().rss - start)
+            time.sleep(0.005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    run()
+    running = False
+    watcher.join()
+    return round(largest / 2**20)
+
+
 def build_models(fields: dict, arguments) -> dict[str, torch.nn.Module]:
     """The peer first, then our variants, all at the same sizes."""
     models = {PEER: ViTMAEForPreTraining(ViTMAEConfig(**fields))}
@@ -419,13 +513,18 @@ def render(results: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines += [f"{results['machine']}, {results['dtype']}; {versions}", ""]
     for table in results["tables"]:
-        mfu = f" | MFU (%) of {table['peak (GFLOP/s)']} GFLOP/s" if "peak (GFLOP/s)" in table else ""
-        lines += [f"**{table['title']}**", "", f"| | images/s | times the first | spread{mfu} |"]
-        lines.append("|---" * (5 if mfu else 4) + "|")
+        columns = ["images/s", "times the first", "spread"]
+        more = [name for name in next(iter(table["rows"].values())) if "(" in name]
+        columns += [f"{name} of {table['peak (GFLOP/s)']} GFLOP/s" if "MFU" in name else name for name in more]
+        lines += [f"**{table['title']}**", "", "| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
         for label, row in table["rows"].items():
-            spread = f"{row['smallest']:.2f}-{row['largest']:.2f}"
-            share = f" | {row['MFU (%)']:.0f}" if mfu else ""
-            lines.append(f"| {label} | {row['images per second']:g} | {row['ratio']:.2f} | {spread}{share} |")
+            cells = [
+                f"{row['images per second']:g}",
+                f"{row['ratio']:.2f}",
+                f"{row['smallest']:.2f}-{row['largest']:.2f}",
+            ]
+            cells += [f"{row[name]:.0f}" for name in more]
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
         lines.append("")
         if shares := table.get("time goes to (%)"):
             kinds = [kind for kind in next(iter(shares.values())) if any(row[kind] >= 0.5 for row in shares.values())]
