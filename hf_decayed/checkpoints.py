@@ -55,10 +55,10 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, state: di
             for old in sorted(folder.glob("step-*"))[: -keep if keep else 0]:
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
+            failure = error
             shutil.rmtree(temporary, ignore_errors=True)
             warnings.warn(f"No checkpoint at step {step}: it could not be written ({error}).", stacklevel=2)
-    accelerator.wait_for_everyone()
-    return target
+    return None if any_process(accelerator, failure is not None) else target
 
 
 def find_checkpoint(wanted: str, folder: Path) -> Path | None:

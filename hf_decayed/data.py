@@ -7,6 +7,7 @@ index. So one process or many, workers or none, a run begun or resumed: the same
 import hashlib
 import itertools
 import math
+import warnings
 from importlib.resources import files
 from pathlib import Path
 
@@ -67,8 +68,12 @@ def load_splits(
         splits = {"train": splits}
     if train_split not in splits:
         raise DataError(f"'{name}' has no split '{train_split}'; it has {', '.join(splits)}.")
+    if eval_split == train_split:
+        raise DataError(f"'{eval_split}' cannot be trained on and held out at once.")
     if eval_split is None:
-        eval_split = next((split for split in ("test", "validation", "val") if split in splits), None)
+        # Test splits last: those of benchmarks often come without their labels.
+        held_out = [split for split in ("validation", "val", "test") if split in splits and split != train_split]
+        eval_split = held_out[0] if held_out else None
     elif eval_split not in splits:
         raise DataError(f"'{name}' has no split '{eval_split}'; it has {', '.join(splits)}.")
     for split in filter(None, (train_split, eval_split)):
@@ -292,8 +297,8 @@ class TrainingImages(torch.utils.data.Dataset):
     def decode_all(self, progress) -> torch.Tensor | None:
         """All images as one tensor of bytes, or `None` if they are not of one size."""
         images, good = [], []
-        for index in progress(range(len(self.dataset)), desc="decoding"):
-            pixels = self.decode(index)
+        for index, row in enumerate(progress(self.dataset, desc="decoding")):
+            pixels = decode(row[self.image_column], self.augmentation.num_channels, index, self.on_bad_image)
             if pixels is None:
                 self.bad_images += 1
             elif images and pixels.shape != images[0].shape:
@@ -318,14 +323,15 @@ class TrainingImages(torch.utils.data.Dataset):
         indices = [index for _, index in keys]
         if self.memory is not None:
             return self.with_labels(self.augmentation.batch(self.memory[indices], keys), indices)
-        images = []
+        images, bad_images = [], torch.zeros(len(indices), dtype=torch.long)
         for place, index in enumerate(indices):
             while (pixels := self.decode(index)) is None:  # a bad image gives way to its neighbour
-                self.bad_images += 1
+                bad_images[place] += 1
                 index = (index + 1) % len(self.dataset)
             images.append(pixels)
             indices[place] = index
-        return self.with_labels(self.augmentation.each(images, keys), indices)
+        # With the batch, because workers count for themselves.
+        return {**self.with_labels(self.augmentation.each(images, keys), indices), "bad_images": bad_images}
 
     def with_labels(self, batch: dict[str, torch.Tensor], indices: list[int]) -> dict[str, torch.Tensor]:
         return batch if self.labels is None else {**batch, "labels": self.labels[indices]}
@@ -346,25 +352,26 @@ class StreamedImages(torch.utils.data.IterableDataset):
         buffer_size: int = 10_000,
         on_bad_image: str = "stop",
     ):
-        dataset = dataset.select_columns(image_column).cast_column(image_column, ImageFeature(decode=False))
-        self.dataset = dataset.shuffle(seed=augmentation.seed, buffer_size=buffer_size)
-        self.image_column, self.augmentation = image_column, augmentation
+        self.dataset = dataset.select_columns(image_column).cast_column(image_column, ImageFeature(decode=False))
+        self.image_column, self.augmentation, self.buffer_size = image_column, augmentation, buffer_size
         self.on_bad_image, self.bad_images, self.memory = on_bad_image, 0, None
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         for epoch in itertools.count():
-            self.dataset.set_epoch(epoch)
-            count = -1
-            for count, row in enumerate(self.dataset):
+            # A seed of its own, and not `set_epoch`: that number is shared by workers, who come to an epoch's end apart.
+            seed = int(np.random.SeedSequence([self.augmentation.seed, epoch]).generate_state(1)[0])
+            count, bad_images = -1, 0
+            for count, row in enumerate(self.dataset.shuffle(seed=seed, buffer_size=self.buffer_size)):
                 place = count * workers + number
                 pixels = decode(row[self.image_column], self.augmentation.num_channels, place, self.on_bad_image)
                 if pixels is None:
-                    self.bad_images += 1
+                    bad_images += 1
                     continue
                 sample = self.augmentation.each([pixels], [(epoch, place)])
-                yield {name: tensor[0] for name, tensor in sample.items()}
+                yield {**{name: tensor[0] for name, tensor in sample.items()}, "bad_images": torch.tensor(bad_images)}
+                bad_images = 0
             if count < 0:
                 raise DataError("The stream holds no images for one of the workers: use fewer --num_workers.")
 
@@ -487,5 +494,7 @@ def evaluation_images(
         labels.append(row[label_column] if label_column else -1)
     if not pixels:
         raise DataError("There are no images to evaluate on.")
+    if len(pixels) <= index:
+        warnings.warn(f"Evaluating without {index + 1 - len(pixels)} images that cannot be decoded.", stacklevel=2)
     images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
     return images, torch.tensor(labels) if label_column else None

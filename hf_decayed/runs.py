@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ import torch
 import transformers
 import yaml
 from accelerate import Accelerator
+from huggingface_hub.errors import StrictDataclassError
 
 from . import __version__
 from .data import DataError
@@ -64,8 +66,64 @@ def boolean(text: str) -> bool:
 
 
 def flags_without_paths() -> list[str]:
-    """The command line, with files named and not where they lie."""
-    return [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    """The command line; of local files and folders it holds the name, not where they lie."""
+    words = []
+    for word in sys.argv[1:]:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        local = Path(value).is_absolute() or ("/" in value and Path(value).exists())
+        words.append(flag + equals + (Path(value).name if local else value))
+    return words
+
+
+def one_sentence(error: Exception) -> str:
+    """What went wrong, without the traceback that torch wraps round an error of a worker process."""
+    lines = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip().splitlines()
+    if lines and lines[0].startswith("Caught "):
+        lines = [lines[-1].partition(": ")[2]]
+    return " ".join(" ".join(lines).split())
+
+
+def leave_signals_to_the_parent(worker: int) -> None:
+    """For loaders: a worker that dies of the signal would take the process down before it has written its checkpoint."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+# Flags that change how a run is watched or where it lies, but not what it is.
+MAY_CHANGE = {
+    "output_dir",
+    "features_dir",
+    "resume_from_checkpoint",
+    "recipe",
+    "dataset_path",
+    "report_to",
+    "push_to_hub",
+}
+MAY_CHANGE |= {"checkpointing_steps", "checkpoints_total_limit", "log_every", "eval_every", "eval_train_samples"}
+MAY_CHANGE |= {
+    "eval_test_samples",
+    "max_eval_samples",
+    "num_workers",
+    "memory_limit_gb",
+    "cpu_threads",
+    "max_skipped_steps",
+}
+
+
+def identity_of(options: argparse.Namespace, **more) -> dict:
+    """All that decides what a run is: resumed under other values, it would be neither of the two."""
+    flags = {name: value for name, value in vars(options).items() if name not in MAY_CHANGE}
+    return json.loads(json.dumps({**flags, **more}, default=str))
+
+
+def refuse_another_run(name: str, state: dict, identity: dict) -> None:
+    changed = [
+        f"{flag} {state['identity'].get(flag)} -> {value}"
+        for flag, value in identity.items()
+        if state["identity"].get(flag) != value
+    ]
+    if changed:
+        raise DataError(f"'{name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
 
 
 def share_cores(accelerator: Accelerator, threads: int | None = None) -> None:
@@ -120,10 +178,10 @@ class MetricsFile:
                 continue
         return records
 
-    def recent(self, name: str, number: int = 10) -> float:
-        """Mean of the last few values: one step's loss says little."""
-        values = [record[name] for record in self.records() if name in record][-number:]
-        return sum(values) / len(values)
+    def recent(self, name: str, number: int = 10) -> float | None:
+        """Mean of the last few finite values: one step's loss says little."""
+        values = [record[name] for record in self.records() if math.isfinite(record.get(name, math.nan))][-number:]
+        return sum(values) / len(values) if values else None
 
 
 class StopSignal:

@@ -170,8 +170,10 @@ def test_bad_images_stop_or_are_counted():
     with pytest.raises(DataError, match="broken.png"):
         lazy.__getitems__([(0, 2)])
     lazy = training_images(table, memory_limit=0, on_bad_image="skip")
-    assert lazy.__getitems__([(0, 2)])["pixel_values"].shape == (1, 3, 16, 16) and lazy.bad_images == 1
-    images, labels = evaluation_images(table, "picture", "kind", (16, 16), 3, on_bad_image="skip")
+    batch = lazy.__getitems__([(0, 2), (0, 3)])
+    assert batch["pixel_values"].shape == (2, 3, 16, 16) and batch["bad_images"].tolist() == [1, 0]
+    with pytest.warns(UserWarning, match="Evaluating without 1 images"):
+        images, labels = evaluation_images(table, "picture", "kind", (16, 16), 3, on_bad_image="skip")
     assert len(images) == len(labels) == 3
 
 
@@ -190,6 +192,21 @@ def test_bundled_images():
     assert (len(train), len(test), name) == (9000, 2000, "fashion_mnist_subset")
     assert np.bincount(train["label"]).tolist() == [900] * 10 and np.bincount(test["label"]).tolist() == [200] * 10
     assert find_columns(train) == ("image", "label")
+
+
+def test_labels_follow_their_images():
+    """In memory, decoded on demand, and past a bad image, whose neighbour brings its own label."""
+    table = image_table([(8, 8), (8, 8), (8, 9), (8, 8)])
+    rows = table.cast_column("picture", ImageFeature(decode=False)).to_list()
+    rows[1]["picture"]["bytes"] = b"junk"
+    damaged = Dataset.from_list(rows, features=table.features)
+    images = training_images(damaged, label_column="kind", on_bad_image="skip")
+    batch = images.__getitems__([(0, 0), (0, 1), (0, 3)])
+    assert batch["labels"].tolist() == [0, 0, 1] and batch["bad_images"].tolist() == [0, 1, 0]
+    rows[2] = rows[0]
+    even = Dataset.from_list(rows, features=table.features)
+    images = training_images(even, label_column="kind", on_bad_image="skip")
+    assert images.memory is not None and images.labels.tolist() == [0, 0, 1] and images.bad_images == 1
 
 
 def test_paths(tmp_path):
@@ -226,6 +243,9 @@ def test_paths(tmp_path):
         load_splits(dataset_path=str(tmp_path / "x.zip"))
     with pytest.raises(DataError, match="no split 'dev'; it has train, test"):
         load_splits(eval_split="dev")
+    with pytest.raises(DataError, match="'train' cannot be trained on and held out at once"):
+        load_splits(eval_split="train")
+    assert load_splits(train_split="test")[1] is None  # not itself
     with pytest.raises(DataError, match="'empty.parquet' could not be loaded, or is empty"):
         pyarrow.parquet.write_table(table.data.table.slice(0, 0), tmp_path / "empty.parquet")
         load_splits(dataset_path=str(tmp_path / "empty.parquet"))

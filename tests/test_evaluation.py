@@ -23,6 +23,7 @@ from hf_decayed.evaluation import (
     linear_probe,
     precision_recall,
 )
+from hf_decayed.evaluation.knn import top_of_row
 
 
 def by_hand(train, train_labels, test, test_labels, k, temperature):
@@ -52,6 +53,20 @@ def test_knn(k, temperature):
     assert knn_accuracy(*tensors, k=k, temperature=temperature, chunk_size=64) == expected
     with mock.patch("hf_decayed.evaluation.knn.BANK_BLOCK", 15):  # a bank in blocks smaller than k
         assert knn_accuracy(*tensors, k=k, temperature=temperature) == expected
+
+
+@pytest.mark.parametrize("shape,k", [((7, 5000), 20), ((3, 4097), 5), ((4, 100), 20)])
+def test_the_top_of_long_rows(shape, k):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    best, places = top_of_row(values, k)
+    assert torch.equal(best.sort(descending=True).values, values.topk(k, dim=1).values)
+    assert torch.equal(values.gather(1, places), best)
+
+
+def test_knn_with_a_temperature_near_zero_asks_the_nearest():
+    train, train_labels, test, test_labels = map(torch.from_numpy, classes_in_features())
+    nearest = knn_accuracy(train, train_labels, test, test_labels, k=1)
+    assert knn_accuracy(train, train_labels, test, test_labels, temperature=1e-5) == pytest.approx(nearest, abs=0.01)
 
 
 def test_knn_majority_is_scikit_learns():
@@ -105,6 +120,8 @@ def test_effective_rank_is_the_formula(shape):
     entropy = -(shares * np.log(shares, where=shares > 0, out=np.zeros_like(shares))).sum()
     assert effective_rank(torch.from_numpy(features)) == pytest.approx(entropy, rel=1e-9)
     assert effective_rank(torch.from_numpy(features), "exponential") == pytest.approx(np.exp(entropy), rel=1e-9)
+    # In float32, far from the origin, the same but for rounding.
+    assert effective_rank(torch.from_numpy(features + 100).float()) == pytest.approx(entropy, rel=1e-4)
     shares = np.linalg.svd(features, compute_uv=False)
     shares = shares / shares.sum()
     assert effective_rank(torch.from_numpy(features), "rankme") == pytest.approx(

@@ -87,7 +87,7 @@ def test_every_recipe_describes_a_model(recipe):
 )
 def test_every_grid_describes_models(grid):
     _, content = sweep.parse_arguments([grid])
-    runs = sweep.expand(content)
+    runs = sweep.expand(content, {})
     assert len({run["key"] for run in runs}) == len({run["folder"] for run in runs}) == len(runs) > 2
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`shortcut_decay=")

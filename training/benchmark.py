@@ -12,6 +12,7 @@ within a round. Printed: images a second (median), ratio (median, smallest and l
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import platform
@@ -269,7 +270,7 @@ def mae_against_trainer(train, arguments) -> dict:
             train_dataset=train.with_transform(pillow_transform),
             callbacks=[clock],
         ).train()
-        return clock.times[1] - clock.times[0]
+        return Seconds(clock.times[1] - clock.times[0])
 
     def script(folder, preset):
         flags = ["--output_dir", folder, "--recipe", "tiny", "--preset", preset, "--batch_size", batch_size]
@@ -279,8 +280,9 @@ def mae_against_trainer(train, arguments) -> dict:
         with mock.patch.object(sys, "argv", ["mae.py", *map(str, flags)]):
             mae.main()
         records = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-        rates = [record["images_per_second"] for record in records if record.get("images_per_second")]
-        return sum(warm * batch_size / rate for rate in rates[1:])
+        windows = [(each["step"], each["images_per_second"]) for each in records if "images_per_second" in each]
+        times = [(step - before) * batch_size / rate for (before, _), (step, rate) in itertools.pairwise(windows)]
+        return Seconds(sum(times))
 
     def run(training, *options):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
@@ -313,6 +315,7 @@ def benchmark_training(arguments) -> list[dict]:
         peak = take_turns("peak", {"matrix product": lambda: left @ right}, 2 * 2048**3, arguments)
         peak = peak["rows"]["matrix product"]["images per second"]
         for label, step in steps.items():
+            models[label].set_attn_implementation("eager")  # torch does not count its CPU attention kernel
             with FlopCounterMode(display=False) as counter:
                 step()
             operations = counter.get_total_flops() / batch_size
@@ -458,16 +461,20 @@ def rows(tokens):
     return {"gather, as ViTMAE": gather, "row selection": select}
 
 
+class Seconds(float):
+    """What a run returns that knows itself which part of it counts."""
+
+
 def take_turns(title: str, runs: dict, batch_size: int, arguments) -> dict:
     """Times every run once per round; the first run is what the others are compared with."""
 
     def seconds(run):
         clock = time.process_time if arguments.device == "cpu" and arguments.threads == 1 else time.perf_counter
         start = clock()
-        measured = run()  # a run that knows which part of it counts returns its seconds
+        measured = run()
         if arguments.device != "cpu":
             torch.accelerator.synchronize()
-        return measured if isinstance(measured, float) else clock() - start
+        return measured if isinstance(measured, Seconds) else clock() - start
 
     for run in runs.values():
         run()

@@ -27,7 +27,7 @@ import hf_decayed  # noqa: F401, registers our classes with AutoModel
 from hf_decayed.data import DataError, find_columns, hold_out, load_splits, some
 from hf_decayed.evaluation import PROTOCOLS, effective_rank, knn_accuracy, linear_probe
 from hf_decayed.evaluation.features import ImagesInOrder, extract_features, fingerprint, transformer_encoder
-from hf_decayed.runs import add_data_arguments, boolean, flags_without_paths, share_cores, versions
+from hf_decayed.runs import add_data_arguments, boolean, flags_without_paths, one_sentence, share_cores, versions
 
 
 METRICS = ("knn", "linear", "rank")
@@ -81,9 +81,8 @@ def main(arguments=None):
     processor = AutoImageProcessor.from_pretrained(options.model, **origin)
     own_pooling = getattr(model.config, "pooling", "mean")
     if options.features is None:
-        names = list(dict.fromkeys([f"last.{own_pooling}", "last.cls"]))
-        if not hasattr(model.config, "num_attention_heads"):  # a convolutional model has no class token
-            names = ["last.mean"]
+        class_token = any("cls_token" in name or "class_embedding" in name for name, _ in model.named_parameters())
+        names = list(dict.fromkeys([f"last.{own_pooling}", *(["last.cls"] if class_token else [])]))
     elif options.features == "all_layers":
         names = [f"{layer}.{own_pooling}" for layer in range(model.config.num_hidden_layers + 1)]
     else:
@@ -123,7 +122,7 @@ def main(arguments=None):
             encode,
             images,
             options.features_dir,
-            {**identity, "data": rows._fingerprint, "columns": [image_column, label_column]},
+            {**identity, "split": split, "data": rows._fingerprint, "columns": [image_column, label_column]},
             accelerator,
             options.batch_size,
             num_workers=options.num_workers if accelerator.device.type != "cpu" else 0,
@@ -143,6 +142,7 @@ def main(arguments=None):
         "rank": "entropy of the normalised eigenvalues of the centred covariance of held-out features",
         "seed": options.seed,
         "dtype": options.dtype,
+        "precision": accelerator.mixed_precision,
     }
     results = {
         "model": Path(options.model).name if Path(options.model).exists() else options.model,
@@ -208,5 +208,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, ValueError, OSError) as error:
-        print(f"evaluate.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"evaluate.py: {one_sentence(error)}", file=sys.stderr)
         sys.exit(2)

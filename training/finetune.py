@@ -41,6 +41,7 @@ from hf_decayed.data import (
     random_erasing,
     some,
 )
+from hf_decayed.evaluation.features import fingerprint
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
 from hf_decayed.optimization import layerwise_groups, warmup_cosine
@@ -52,8 +53,12 @@ from hf_decayed.runs import (
     boolean,
     clear_finished_run,
     flags_without_paths,
+    identity_of,
+    leave_signals_to_the_parent,
     names_of,
+    one_sentence,
     parse_with_recipe,
+    refuse_another_run,
     share_cores,
     versions,
 )
@@ -152,8 +157,12 @@ def main():
     if held_out is None:
         held_out, train = hold_out(train, len(train) // 10)
     feature = train.features[label_column]
-    class_names = feature.names if isinstance(feature, ClassLabel) else sorted(set(map(str, train[label_column])))
+    class_names = feature.names if isinstance(feature, ClassLabel) else None
+    class_names = class_names or [str(number) for number in range(1 + max(train[label_column]))]
     train, held_out = some(train, options.max_train_samples), some(held_out, options.max_eval_samples)
+    for split, rows in (("training", train), ("held-out", held_out)):
+        if not 0 <= min(rows[label_column]) <= max(rows[label_column]) < len(class_names):
+            raise DataError(f"The {split} labels do not lie in [0, {len(class_names)}): is it the right split?")
 
     # Model.
     model = DecayedViTMAEForImageClassification.from_pretrained(
@@ -168,6 +177,10 @@ def main():
         layer.dropout = DropPath(float(rate))
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    pretrained = fingerprint(model.vit)
+    set_seed(
+        options.seed, device_specific=True
+    )  # all processes have made the same model; drop path differs from here on
     processor = image_processor(config)
     normalisation = {"mean": list(processor.image_mean), "std": list(processor.image_std)}
     augmentation = Augmentation(
@@ -215,19 +228,16 @@ def main():
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
-    step, skipped = 0, 0
-    identity = {name: getattr(options, name) for name in ("seed", "batch_size", "max_train_samples")}
-    identity |= {"dataset": dataset_name, "steps": total_steps}
+    step, skipped, earlier_seconds = 0, 0, 0.0
+    identity = identity_of(options, model=pretrained, dataset=dataset_name, steps=total_steps)
     if options.resume_from_checkpoint:
         path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
         if path is None:
             say(f"no checkpoint in {checkpoints}: starting afresh")
         else:
             state = load_checkpoint(accelerator, path)
-            changed = [f"{name} {state[name]} -> {value}" for name, value in identity.items() if state[name] != value]
-            if changed:
-                raise DataError(f"'{path.name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
-            step, skipped = state["step"], state["skipped"]
+            refuse_another_run(path.name, state, identity)
+            step, skipped, earlier_seconds = state["step"], state["skipped"], state["seconds"]
             say(f"resumed at step {step} from {path}")
     elif accelerator.is_main_process:
         clear_finished_run(options.output_dir)
@@ -242,6 +252,7 @@ def main():
         num_workers=0 if images.memory is not None else options.num_workers,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),  # its own: starting to iterate must not move the one that drop path draws from
+        worker_init_fn=leave_signals_to_the_parent,
     )
     loader = accelerator.prepare(loader)
     if accelerator.is_main_process:
@@ -265,7 +276,9 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = group["peak_learning_rate"] * warmup_cosine(step + 1, warmup_steps, total_steps)
         # Draws for whole batches belong to the step and the process.
-        draws = np.random.Generator(np.random.Philox(key=[options.seed, step], counter=accelerator.process_index))
+        draws = np.random.Generator(
+            np.random.Philox(key=[options.seed, step], counter=[0, 0, 0, accelerator.process_index])
+        )
         pixel_values, targets = mixup_cutmix(
             random_erasing(batch["pixel_values"], options.random_erasing, draws),
             batch["labels"],
@@ -281,8 +294,11 @@ def main():
         # One exchange per step tells every process the same: mean loss, and whether any was asked to stop.
         report = torch.stack([batch_loss.detach(), torch.tensor(float(stop.asked), device=accelerator.device)])
         loss, stopping = accelerator.reduce(report, "mean").tolist()
-        if math.isfinite(loss) and (accelerator.scaler is not None or torch.isfinite(gradient_norm)):
+        # With fp16 the gradient scaler itself skips what overflows, and has to see it to lower its scale.
+        finite = math.isfinite(loss) and math.isfinite(float(gradient_norm))
+        if finite or accelerator.scaler is not None:
             optimizer.step()
+        if finite and not accelerator.optimizer_step_was_skipped:
             if average is not None:
                 average.update_parameters(plain_model)
         else:
@@ -318,14 +334,14 @@ def main():
             accelerator.log({name: value for name, value in record.items() if name != "step"}, step=step)
             bar.set_postfix(loss=f"{loss:.4f}", lr=f"{record['learning_rate']:.1e}", images=f"{rate:.0f}/s")
         if stopping or step % options.checkpointing_steps == 0:
-            save_checkpoint(
-                accelerator, checkpoints, step, {**identity, "skipped": skipped}, options.checkpoints_total_limit
-            )
+            state = {"identity": identity, "skipped": skipped, "seconds": earlier_seconds + time.time() - started}
+            written = save_checkpoint(accelerator, checkpoints, step, state, options.checkpoints_total_limit)
         if step == total_steps:
             break
         if stopping:
             bar.close()
-            say(f"stopped by {stop.name} at step {step}; go on with --resume_from_checkpoint latest")
+            kept = "go on" if written else "its checkpoint could not be written; go on from an earlier one"
+            say(f"stopped by {stop.name} at step {step}; {kept} with --resume_from_checkpoint latest")
             accelerator.end_training()
             return
 
@@ -343,7 +359,7 @@ def main():
             "steps": step,
             "images_seen": step * options.batch_size,
             "skipped_steps": skipped,
-            "seconds": round(time.time() - started, 1),
+            "seconds": round(earlier_seconds + time.time() - started, 1),
             "command": " ".join(["accelerate launch", "training/finetune.py", *flags_without_paths()]),
             "dataset": {"name": dataset_name, "fingerprint": images.fingerprint(), "number": len(images)},
             "seed": options.seed,
@@ -425,5 +441,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, ValueError, OSError) as error:
-        print(f"finetune.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"finetune.py: {one_sentence(error)}", file=sys.stderr)
         sys.exit(2)

@@ -49,6 +49,10 @@ from hf_decayed.runs import (
     boolean,
     clear_finished_run,
     flags_without_paths,
+    identity_of,
+    leave_signals_to_the_parent,
+    one_sentence,
+    refuse_another_run,
     share_cores,
     versions,
 )
@@ -132,6 +136,8 @@ def main():
 
     test_features, test_labels = kept_features(held_out, "features of held-out images")
     num_classes = 1 + max(max(train[label_column]), int(test_labels.max()))
+    if min(min(train[label_column]), int(test_labels.min())) < 0:
+        raise DataError("Some labels are negative: is it the right split? Name another with --eval_split.")
 
     # Classifier.
     classifier = probe_classifier(test_features.shape[1], num_classes, protocol, options.seed).to(accelerator.device)
@@ -141,6 +147,7 @@ def main():
     elif not train_with_augmentation(
         classifier,
         encode,
+        fingerprint(model),
         feature,
         train,
         image_column,
@@ -183,6 +190,7 @@ def main():
 def train_with_augmentation(
     classifier,
     encode,
+    encoder,
     feature,
     train,
     image_column,
@@ -214,24 +222,26 @@ def train_with_augmentation(
     )
     batch_size = min(protocol.batch_size, len(images)) // accelerator.num_processes * accelerator.num_processes
     steps_per_epoch = max(1, len(images) // batch_size)
-    total_steps, warmup_steps = protocol.epochs * steps_per_epoch, protocol.warmup_epochs * steps_per_epoch
+    total_steps = protocol.epochs * steps_per_epoch
+    warmup_steps = min(protocol.warmup_epochs * steps_per_epoch, total_steps // 4)
     peak = protocol.learning_rate * (batch_size / 256 if protocol.scale_learning_rate else 1.0)
-    optimizer = probe_optimizer(classifier, protocol)
+    optimizer = probe_optimizer(classifier, protocol, len(images))
     accelerator.register_for_checkpointing(classifier, optimizer)
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
     step = 0
-    identity = {"seed": options.seed, "batch_size": batch_size, "steps": total_steps, "number": len(images)}
+    identity = identity_of(
+        options, model=encoder, feature=feature, protocol=asdict(protocol), steps=total_steps, number=len(images)
+    )
+    identity.pop("max_train_steps")  # where to stop for now
     if options.resume_from_checkpoint:
         path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
         if path is None:
             accelerator.print(f"no checkpoint in {checkpoints}: starting afresh")
         else:
             state = load_checkpoint(accelerator, path)
-            changed = [f"{name} {state[name]} -> {value}" for name, value in identity.items() if state[name] != value]
-            if changed:
-                raise DataError(f"'{path.name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
+            refuse_another_run(path.name, state, identity)
             step = state["step"]
             accelerator.print(f"resumed at step {step} from {path}")
     elif accelerator.is_main_process:
@@ -243,6 +253,7 @@ def train_with_augmentation(
         batch_sampler=EpochBatches(len(images), batch_size, options.seed, step, total_steps),
         collate_fn=as_it_is,
         num_workers=0 if images.memory is not None else options.num_workers,
+        worker_init_fn=leave_signals_to_the_parent,
     )
     loader = accelerator.prepare(loader)
 
@@ -271,7 +282,7 @@ def train_with_augmentation(
         asked = torch.tensor([float(stop.asked or step == options.max_train_steps)], device=accelerator.device)
         stopping = accelerator.reduce(asked, "sum").item() > 0
         if stopping or step % options.checkpointing_steps == 0:
-            save_checkpoint(accelerator, checkpoints, step, identity, options.checkpoints_total_limit)
+            save_checkpoint(accelerator, checkpoints, step, {"identity": identity}, options.checkpoints_total_limit)
         if stopping and step < total_steps:
             bar.close()
             accelerator.print(f"stopped at step {step}; go on with --resume_from_checkpoint latest")
@@ -288,5 +299,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, ValueError, OSError) as error:
-        print(f"linear_probe.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"linear_probe.py: {one_sentence(error)}", file=sys.stderr)
         sys.exit(2)

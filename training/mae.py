@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
-from accelerate.utils import ProjectConfiguration, gather_object, set_seed
+from accelerate.utils import DistributedType, ProjectConfiguration, gather_object, set_seed
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -53,8 +53,12 @@ from hf_decayed.runs import (
     boolean,
     clear_finished_run,
     flags_without_paths,
+    identity_of,
+    leave_signals_to_the_parent,
     names_of,
+    one_sentence,
     parse_with_recipe,
+    refuse_another_run,
     share_cores,
     versions,
 )
@@ -103,7 +107,7 @@ def parse_arguments(arguments=None):
     training.add_argument("--num_train_epochs", type=float, default=800)
     training.add_argument("--max_train_steps", type=int, help="instead of epochs")
     training.add_argument("--base_learning_rate", type=float, default=1.5e-4, help="per 256 images of a batch")
-    training.add_argument("--warmup_epochs", type=float, default=40)
+    training.add_argument("--warmup_epochs", type=float, default=40, help="a stream: a twentieth of the steps")
     training.add_argument("--weight_decay", type=float, default=0.05)
     training.add_argument("--adam_beta1", type=float, default=0.9)
     training.add_argument("--adam_beta2", type=float, default=0.95)
@@ -131,9 +135,18 @@ def parse_arguments(arguments=None):
     running.add_argument("--push_to_hub", metavar="REPOSITORY", help="repository to upload the result to")
 
     options, recipe = parse_with_recipe(parser, RECIPES, arguments)
-    options.fields = {**recipe.get("fields", {}), **dict(options.fields or [])}
-    if options.shortcut_decay is not None:
-        options.fields["shortcut_decay"] = options.shortcut_decay
+    given = dict(options.fields or [])
+    if parser.parse_known_args(arguments)[0].init_from:
+        # The checkpoint says what the model is; only what was asked for here changes it.
+        if any(
+            word.split("=")[0] == "--shortcut_decay" for word in (sys.argv[1:] if arguments is None else arguments)
+        ):
+            given["shortcut_decay"] = options.shortcut_decay
+        options.fields = given
+    else:
+        options.fields = {**recipe.get("fields", {}), **given}
+        if options.shortcut_decay is not None:
+            options.fields["shortcut_decay"] = options.shortcut_decay
     for name in ("batch_size", "gradient_accumulation_steps", "checkpointing_steps", "log_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -192,6 +205,14 @@ def main():
     normalisation = {"mean": list(processor.image_mean), "std": list(processor.image_std)}
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if sharded and options.ema_decay:
+        raise DataError(
+            "--ema_decay keeps a whole copy of the weights, which sharded training does not have: leave it out."
+        )
+    set_seed(
+        options.seed, device_specific=True
+    )  # all processes have made the same model; dropout differs from here on
 
     # Data.
     with accelerator.main_process_first():  # one process fills the cache, the others read it
@@ -223,7 +244,8 @@ def main():
         images = StreamedImages(train, image_column, augmentation, on_bad_image=options.on_bad_image)
         steps_per_epoch, total_steps = None, options.max_train_steps
         warmup_steps = total_steps // 20
-        source = "streamed"
+        options.num_workers = min(options.num_workers, train.num_shards)  # more would have nothing to read
+        source = f"streamed from {train.num_shards} file(s)"
     else:
         images = TrainingImages(
             train,
@@ -240,8 +262,9 @@ def main():
         # A short run may come with a long warm-up.
         warmup_steps = min(round(options.warmup_epochs * steps_per_epoch), total_steps // 4)
         source = f"{len(images)} images {'in memory' if images.memory is not None else 'decoded on demand'}"
-    if images.bad_images:
-        say(f"passed over {images.bad_images} images that cannot be decoded")
+    bad_images = images.bad_images
+    if bad_images:
+        say(f"passed over {bad_images} images that cannot be decoded")
 
     # Optimizer.
     peak_learning_rate = options.base_learning_rate * options.batch_size / 256
@@ -261,24 +284,24 @@ def main():
     plain_model = model
     if options.compile:
         model = torch.compile(model)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it asks for what it cannot see in the loader
+        per_process = micro_batch // accelerator.num_processes
+        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = per_process
     model, optimizer = accelerator.prepare(model, optimizer)
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
-    step, skipped = 0, 0
-    # What the order of samples and their draws depend on: resumed under other values, a run would be neither of the two.
-    identity = {name: getattr(options, name) for name in ("seed", "batch_size", "max_train_samples", "streaming")}
-    identity |= {"dataset": dataset_name, "steps": total_steps, "accumulation": options.gradient_accumulation_steps}
+    step, skipped, earlier_seconds = 0, 0, 0.0
+    identity = identity_of(options, dataset=dataset_name, steps=total_steps)
     if options.resume_from_checkpoint:
         path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
         if path is None:
             say(f"no checkpoint in {checkpoints}: starting afresh")
         else:
             state = load_checkpoint(accelerator, path)
-            changed = [f"{name} {state[name]} -> {value}" for name, value in identity.items() if state[name] != value]
-            if changed:
-                raise DataError(f"'{path.name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
-            step, skipped = state["step"], state["skipped"]
+            refuse_another_run(path.name, state, identity)
+            step, skipped, earlier_seconds = state["step"], state["skipped"], state["seconds"]
+            bad_images += state["bad_images"]
             say(f"resumed at step {step} from {path}")
     elif accelerator.is_main_process:
         clear_finished_run(options.output_dir)
@@ -293,14 +316,14 @@ def main():
         "num_workers": 0 if images.memory is not None else options.num_workers,
         "pin_memory": accelerator.device.type == "cuda",
         "generator": torch.Generator(),  # its own: starting to iterate must not move the one that dropout draws from
+        "worker_init_fn": leave_signals_to_the_parent,
     }
-    first_batch = step * options.gradient_accumulation_steps
+    first_batch, last_batch = (each * options.gradient_accumulation_steps for each in (step, total_steps))
     if options.streaming:
         # Accelerate lets one process read a stream and hands out the parts. Resuming reads again what was seen.
         loader = torch.utils.data.DataLoader(images, batch_size=micro_batch, drop_last=True, **loader_arguments)
-        loader = itertools.islice(accelerator.prepare(loader), first_batch, None)
+        loader = itertools.islice(accelerator.prepare(loader), first_batch, last_batch)
     else:
-        last_batch = total_steps * options.gradient_accumulation_steps
         batches = EpochBatches(len(images), micro_batch, options.seed, first_batch, last_batch)
         loader = torch.utils.data.DataLoader(images, batch_sampler=batches, collate_fn=as_it_is, **loader_arguments)
         loader = accelerator.prepare(loader)
@@ -320,7 +343,9 @@ def main():
     model.train()
     window_start, window_images = time.perf_counter(), 0
     step_loss = torch.zeros((), device=accelerator.device)
+    bad_here = torch.zeros((), dtype=torch.long, device=accelerator.device)
     for batch in loader:
+        bad_here += batch.pop("bad_images", bad_here.new_zeros(1)).sum()
         evaluating = options.eval_every and (step + 1) % options.eval_every == 0 and step + 1 < total_steps
         logging = evaluating or (step + 1) % options.log_every == 0 or step + 1 == total_steps
         for group in optimizer.param_groups:
@@ -338,8 +363,10 @@ def main():
             loss, stopping = accelerator.reduce(report, "mean").tolist()
             step_loss.zero_()
             # With fp16 the gradient scaler itself skips what overflows, and has to see it to lower its scale.
-            if math.isfinite(loss) and (accelerator.scaler is not None or torch.isfinite(gradient_norm)):
+            finite = math.isfinite(loss) and math.isfinite(float(gradient_norm or 0))
+            if finite or accelerator.scaler is not None:
                 optimizer.step()
+            if finite and not accelerator.optimizer_step_was_skipped:
                 if average is not None:
                     average.update_parameters(plain_model)
             else:
@@ -366,6 +393,7 @@ def main():
                 "gradient_norm": float(gradient_norm),
                 "encoder_norm": encoder_norm,
                 "skipped_steps": skipped,
+                "bad_images": bad_images + accelerator.reduce(bad_here, "sum").item(),
                 "images_per_second": rate,
             }
             if encoder_norm > BLOW_UP * math.sqrt(config.hidden_size):
@@ -383,14 +411,15 @@ def main():
             accelerator.log({name: value for name, value in record.items() if name != "step"}, step=step)
             bar.set_postfix(loss=f"{loss:.4f}", lr=f"{record['learning_rate']:.1e}", images=f"{rate:.0f}/s")
         if stopping or step % options.checkpointing_steps == 0:
-            save_checkpoint(
-                accelerator, checkpoints, step, {**identity, "skipped": skipped}, options.checkpoints_total_limit
-            )
+            state = {"identity": identity, "skipped": skipped, "seconds": earlier_seconds + time.time() - started}
+            state["bad_images"] = bad_images - images.bad_images + accelerator.reduce(bad_here, "sum").item()
+            written = save_checkpoint(accelerator, checkpoints, step, state, options.checkpoints_total_limit)
         if step == total_steps:
             break
         if stopping:
             bar.close()
-            say(f"stopped by {stop.name} at step {step}; go on with --resume_from_checkpoint latest")
+            kept = "go on" if written else "its checkpoint could not be written; go on from an earlier one"
+            say(f"stopped by {stop.name} at step {step}; {kept} with --resume_from_checkpoint latest")
             accelerator.end_training()
             return
 
@@ -399,6 +428,9 @@ def main():
     final = plain_model if average is None else average.module
     measured = probe.measure(final)
     accelerator.log(measured, step=step)
+    bad_images += accelerator.reduce(bad_here, "sum").item()
+    probe.picture(final, options.output_dir / "reconstructions.png")
+    whole_weights = accelerator.get_state_dict(model) if sharded else None  # gathered by all, saved by one
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         log.write({"step": step, **measured})
@@ -412,7 +444,9 @@ def main():
             "steps": step,
             "images_seen": step * options.batch_size,
             "skipped_steps": skipped,
-            "seconds": round(time.time() - started, 1),
+            "bad_images": bad_images,
+            "started_from": options.init_from and Path(options.init_from).name,
+            "seconds": round(earlier_seconds + time.time() - started, 1),
             "command": " ".join(["accelerate launch", "training/mae.py", *flags_without_paths()]),
             "dataset": {
                 "name": dataset_name,
@@ -424,15 +458,14 @@ def main():
             "precision": accelerator.mixed_precision,
             "versions": versions(),
         }
-        final.save_pretrained(options.output_dir)
+        final.save_pretrained(options.output_dir, state_dict=whole_weights)
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        probe.picture(final, options.output_dir / "reconstructions.png")
         save_curves(options.output_dir / "curves.png", log.records())
         card(config, results).save(options.output_dir / "README.md")
         print(summary(results))
         print(f"model, results.json, reconstructions.png, curves.png: {options.output_dir}")
         if repository:
-            left_out = ["checkpoints/*", "arguments.json"]
+            left_out = ["checkpoints/*", "arguments.json", "mae/*"]  # the last: what trackers wrote, with local paths
             try:
                 HfApi().upload_folder(repo_id=repository, folder_path=options.output_dir, ignore_patterns=left_out)
             except Exception as error:
@@ -457,7 +490,8 @@ class Probe:
         arguments = (image_column, label_column, size, channels, options.on_bad_image)
         self.bank = evaluation_images(some(train, options.eval_train_samples), *arguments)
         self.queries = evaluation_images(some(held_out, options.eval_test_samples), *arguments)
-        self.labelled = label_column is not None and len(self.bank[1].unique()) > 1  # one class is like none
+        # One class is like none; a test split whose labels are kept secret has -1.
+        self.labelled = label_column is not None and len(self.bank[1].unique()) > 1 and self.queries[1].min() >= 0
         self.noise = torch.stack(
             [
                 torch.from_numpy(sample_generator(0, 0, index).random(math.prod(config.grid_size))).float()
@@ -499,13 +533,13 @@ class Probe:
         return knn_accuracy(bank, self.bank[1], queries, self.queries[1], k=min(20, len(bank)))
 
     def picture(self, model, path: Path) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """All processes call it: a sharded model needs them all to run."""
         model.eval()
         pixel_values = self.normalised(self.queries[0][:8]).to(self.accelerator.device)
         rows = reconstructions(model, pixel_values, self.noise[: len(pixel_values)], **self.normalisation)
-        save_reconstructions(path, *rows, normalised=model.config.norm_pix_loss)
+        if self.accelerator.is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_reconstructions(path, *rows, normalised=model.config.norm_pix_loss)
 
 
 def summary(results: dict) -> str:
@@ -560,6 +594,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, StrictDataclassError, ValueError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, StrictDataclassError) else error
-        print(f"mae.py: {' '.join(str(cause).split())}", file=sys.stderr)
+        print(f"mae.py: {one_sentence(error)}", file=sys.stderr)
         sys.exit(2)

@@ -32,7 +32,7 @@ from hf_decayed import DecayedViTMAEForPreTraining
 from hf_decayed.data import DataError
 from hf_decayed.evaluation.features import read_shards
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
-from hf_decayed.runs import names_of
+from hf_decayed.runs import names_of, one_sentence
 
 
 matplotlib.use("Agg")
@@ -65,7 +65,9 @@ def parse_arguments(arguments=None):
 def main():
     options, grid = parse_arguments()
     records_file = options.output_dir / "results.jsonl"
-    runs = [run for run in expand(grid) if re.search(options.only or "", run["name"])]
+    data = {name: getattr(options, name) for name in ("dataset_name", "dataset_path", "label_column_name")}
+    data["dataset_path"] = data["dataset_path"] and Path(data["dataset_path"]).name
+    runs = [run for run in expand(grid, data) if re.search(options.only or "", run["name"])]
     if options.report:
         report(read_records(records_file), options)
         return
@@ -82,8 +84,8 @@ def main():
     report(read_records(records_file), options)
 
 
-def expand(grid: dict) -> list[dict]:
-    """Runs of a grid: the named ones and every combination of the axes, each with every seed."""
+def expand(grid: dict, data: dict) -> list[dict]:
+    """Runs of a grid on some data: the named ones and every combination of the axes, each with every seed."""
     named = dict(grid.get("runs", {}))
     axes = grid.get("axes", {})
     if axes:
@@ -95,7 +97,7 @@ def expand(grid: dict) -> list[dict]:
     for seed in grid.get("seeds", [0]):  # seeds outside: a sweep that is cut short has all runs once
         for name, settings in named.items():
             settings = {"recipe": grid.get("recipe", "tiny"), **grid.get("flags", {}), **(settings or {})}
-            identity = json.dumps({**settings, "seed": seed}, sort_keys=True)
+            identity = json.dumps([settings, seed, grid.get("evaluation"), data], sort_keys=True)
             key = hashlib.sha256(identity.encode()).hexdigest()[:12]
             folder = f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}-seed{seed}-{key[:4]}"
             runs.append({"name": name, "seed": seed, "settings": settings, "key": key, "folder": folder})
@@ -124,7 +126,7 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
             sys.exit(0)
     model = DecayedViTMAEForPreTraining.from_pretrained(folder)
     pooling, layers = model.config.pooling, model.config.num_hidden_layers
-    features = [f"{layer}.{pooling}" for layer in range(layers + 1)] + ["last.cls", "last.mean"]
+    features = [f"last.{pooling}", "last.cls", "last.mean"] + [f"{layer}.{pooling}" for layer in range(layers + 1)]
     judging = [sys.executable, str(SCRIPTS / "evaluate.py"), str(folder), *data]
     judging += [
         "--features",
@@ -143,6 +145,7 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
         "images_seen": results["images_seen"],
         "training_flops": results["images_seen"] * flops_per_image(model),
         "shortcut_decay": model.config.shortcut_decay,
+        "own_features": f"last.{pooling}",
         "evaluation": evaluation["rows"],
         "protocol": evaluation["protocol"],
         "dataset": evaluation["dataset"],
@@ -174,13 +177,18 @@ def text_of(value) -> str:
 
 
 def call(words: list[str]) -> None:
-    code = subprocess.run(words).returncode
+    process = subprocess.Popen(words)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # it got the signal too, and writes its checkpoint
+        code = process.wait()
     if code != 0:
         raise DataError(f"`{Path(words[1]).name}` ended with code {code}; what it said is above.")
 
 
 def flops_per_image(model) -> int:
-    """Of a training step: forward and backward, the decoder on all patches."""
+    """Of a training step: forward and backward, the decoder on all patches, attention written out to be counted."""
+    model.set_attn_implementation("eager")
     height, width = as_pair(model.config.image_size)
     images = torch.zeros(2, model.config.num_channels, height, width)
     with FlopCounterMode(display=False) as counter:
@@ -212,11 +220,6 @@ def report(records: list[dict], options) -> None:
     print(f"tables.md and pictures: {folder}")
 
 
-def own_features(record: dict) -> str:
-    """The deepest layer, pooled as the model pools."""
-    return max((name for name in record["evaluation"] if name[0].isdigit()), key=lambda name: int(name.split(".")[0]))
-
-
 def spread(values: list[float], percent: bool = False) -> str:
     """The mean, and the smallest and largest where there are several."""
     scale, digits = (100, 1) if percent else (1, 3)
@@ -230,7 +233,7 @@ def tables(by_name: dict[str, list[dict]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name, records in by_name.items():
         rows = [record["evaluation"] for record in records]
-        own = own_features(records[0])
+        own = records[0]["own_features"]
         layers = [[row[each]["knn_accuracy"] for each in row if each[0].isdigit()] for row in rows]
         norms = [
             [each["encoder_norm"] for each in record["curve"] if "encoder_norm" in each][-1] for record in records
@@ -276,7 +279,7 @@ def save_decay(path: Path, records: list[dict]) -> None:
             ", ".join(f"{name}={value}" for name, value in others.items() if name in differing(records))
             or "nothing else changed"
         )
-        groups[label][record["shortcut_decay"]].append(record["evaluation"][own_features(record)])
+        groups[label][record["shortcut_decay"]].append(record["evaluation"][record["own_features"]])
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.4))
     for axis, (name, title) in zip(
         axes,
@@ -372,12 +375,9 @@ def held_out_features(record: dict, output_dir: Path) -> tuple[np.ndarray, np.nd
     evaluation = json.loads((output_dir / record["folder"] / "evaluation.json").read_text())
     for identity in sorted((output_dir / "features").glob("*/identity.json")):
         content = json.loads(identity.read_text())
-        if (content["model"], content["number"]) == (
-            evaluation["model_fingerprint"],
-            evaluation["dataset"]["number"]["test"],
-        ):
+        if (content["model"], content.get("split")) == (evaluation["model_fingerprint"], "test"):
             tensors = read_shards(sorted(identity.parent.glob("shard-*.safetensors")))
-            return tensors[own_features(record)].numpy(), tensors["labels"].numpy()
+            return tensors[record["own_features"]].numpy(), tensors["labels"].numpy()
     raise DataError(f"The features of the run '{record['name']}' are gone from {output_dir / 'features'}.")
 
 
@@ -391,5 +391,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, ValueError, OSError) as error:
-        print(f"sweep.py: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"sweep.py: {one_sentence(error)}", file=sys.stderr)
         sys.exit(2)

@@ -55,13 +55,14 @@ class ImagesInOrder(torch.utils.data.Dataset):
 
     def __getitems__(self, places: list[int]) -> dict[str, torch.Tensor]:
         images, labels, kept, checksums = [], [], [], []
-        for place in places:
-            row = self.dataset[place]
-            pixels = decode(row[self.image_column], self.num_channels, place, self.on_bad_image)
+        rows = self.dataset[places]  # at once: a table gives rows one by one far more slowly
+        row_labels = rows[self.label_column] if self.label_column else [-1] * len(places)
+        for place, record, label in zip(places, rows[self.image_column], row_labels):
+            pixels = decode(record, self.num_channels, place, self.on_bad_image)
             if pixels is None:
                 continue
             images.append(pixels if self.num_channels == 1 else Image.fromarray(pixels))
-            labels.append(row[self.label_column] if self.label_column else -1)
+            labels.append(label)
             kept.append(place)
             checksums.append(zlib.crc32(pixels.tobytes()))
         batch = {"labels": torch.tensor(labels), "places": torch.tensor(kept), "checksums": torch.tensor(checksums)}
@@ -95,7 +96,8 @@ def extract_features(
     """
     accelerator = accelerator or Accelerator()
     batches_per_shard = math.ceil(shard_size / batch_size)
-    text = json.dumps({**identity, "batch_size": batch_size, "number": len(images)}, sort_keys=True)
+    identity = {**identity, "precision": accelerator.mixed_precision, "number": len(images)}
+    text = json.dumps({**identity, "batches": [batch_size, batches_per_shard]}, sort_keys=True)
     folder = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     if accelerator.is_main_process:

@@ -67,13 +67,6 @@ def linear_probe(
     if protocol.optimizer == "ridge":
         predicted = ridge(train_features, train_labels, test_features, num_classes, protocol.learning_rate)
     else:
-        # Steps times rate, which LARS multiplies weights by, go with epochs times images, whatever the batch is.
-        if protocol.optimizer == "lars" and protocol.epochs * len(train_features) < 1_000_000:
-            warnings.warn(
-                f"{protocol.epochs} epochs of {len(train_features)} images are few for this protocol: the classifier "
-                "hardly moves. Choose 'paper_imagenet100', or more epochs.",
-                stacklevel=2,
-            )
         classifier = probe_classifier(train_features.shape[1], num_classes, protocol, seed).to(train_features.device)
         train_probe(classifier, train_features.float(), train_labels.long(), protocol, seed)
         with torch.no_grad():
@@ -90,8 +83,16 @@ def probe_classifier(dim: int, num_classes: int, protocol: ProbeProtocol, seed: 
     return torch.nn.Sequential(norm, linear)
 
 
-def probe_optimizer(classifier: torch.nn.Module, protocol: ProbeProtocol) -> torch.optim.Optimizer:
+def probe_optimizer(classifier: torch.nn.Module, protocol: ProbeProtocol, number: int) -> torch.optim.Optimizer:
+    """The protocol's optimizer, for so many images."""
     if protocol.optimizer == "lars":
+        # LARS moves weights by steps times rate, which go with epochs times images, whatever the batch is.
+        if protocol.epochs * protocol.learning_rate * number < 100_000:
+            warnings.warn(
+                f"{protocol.epochs} epochs of {number} images are few for this protocol: the classifier hardly moves. "
+                "Choose 'paper_imagenet100', or more epochs.",
+                stacklevel=2,
+            )
         return LARS(classifier.parameters(), lr=protocol.learning_rate)
     return torch.optim.AdamW(classifier.parameters(), lr=protocol.learning_rate)
 
@@ -100,9 +101,10 @@ def train_probe(classifier, features, labels, protocol: ProbeProtocol, seed: int
     number = len(features)
     batch_size = min(protocol.batch_size, number)
     steps_per_epoch = math.ceil(number / batch_size)
-    total_steps, warmup_steps = protocol.epochs * steps_per_epoch, protocol.warmup_epochs * steps_per_epoch
+    total_steps = protocol.epochs * steps_per_epoch
+    warmup_steps = min(protocol.warmup_epochs * steps_per_epoch, total_steps // 4)
     peak = protocol.learning_rate * (batch_size / 256 if protocol.scale_learning_rate else 1.0)
-    optimizer = probe_optimizer(classifier, protocol)
+    optimizer = probe_optimizer(classifier, protocol, number)
     generator = torch.Generator().manual_seed(seed)
     classifier.train()
     for step in range(total_steps):

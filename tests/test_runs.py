@@ -1,0 +1,68 @@
+"""What every run has: command lines without local paths, errors in one sentence, metrics, and what makes a run that run."""
+
+import argparse
+import json
+import math
+
+import pytest
+import torch
+
+from hf_decayed.data import DataError
+from hf_decayed.runs import MetricsFile, flags_without_paths, identity_of, one_sentence, refuse_another_run
+
+
+def test_commands_keep_repositories_and_lose_paths(monkeypatch, tmp_path):
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path.parent)
+    words = [
+        "mae.py",
+        "--dataset_name",
+        "uoft-cs/cifar100",
+        "--push_to_hub",
+        "me/x",
+        f"--dataset_path={tmp_path}/data",
+    ]
+    words += ["--output_dir", str(tmp_path), "--init_from", f"{tmp_path.name}/data", "--set", "decoder_input=latent"]
+    monkeypatch.setattr("sys.argv", words)
+    assert flags_without_paths() == [
+        *("--dataset_name", "uoft-cs/cifar100", "--push_to_hub", "me/x", "--dataset_path=data"),
+        *("--output_dir", tmp_path.name, "--init_from", "data", "--set", "decoder_input=latent"),
+    ]
+
+
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise DataError("The image 'cat.png' cannot be decoded.")
+
+
+def test_an_error_in_a_worker_is_one_sentence_too():
+    with pytest.raises(DataError) as raised:
+        next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))
+    assert one_sentence(raised.value) == "The image 'cat.png' cannot be decoded."
+    assert one_sentence(ValueError("two\n lines")) == "two lines"
+
+
+def test_another_run_is_refused():
+    options = argparse.Namespace(seed=0, fields={"shortcut_decay": 0.6}, crop_scale=(0.2, 1.0), output_dir="a")
+    state = {"identity": identity_of(options, dataset="x")}
+    options.output_dir = "b"
+    refuse_another_run("step-1", state, identity_of(options, dataset="x"))
+    options.fields = {"shortcut_decay": 0.8}
+    with pytest.raises(DataError, match="'step-1' belongs to another run .fields .*0.6.* -> .*0.8.*: resume with"):
+        refuse_another_run("step-1", state, identity_of(options, dataset="x"))
+
+
+def test_metrics_survive_a_kill_and_skipped_steps(tmp_path):
+    log = MetricsFile(tmp_path / "metrics.jsonl", 0, writing=True)
+    assert log.recent("loss") is None
+    for step, loss in enumerate([4.0, 1.0, math.nan, 3.0]):
+        log.write({"step": step, "loss": loss})
+    assert log.recent("loss", number=2) == 2.0
+    with log.path.open("a") as file:
+        file.write('{"step": 4, "lo')  # the line that a killed process was writing
+    resumed = MetricsFile(log.path, 2, writing=True)
+    assert [record["step"] for record in resumed.records()] == [0, 1, 2]
+    assert len([json.loads(line) for line in log.path.read_text().splitlines()]) == 3
