@@ -358,12 +358,13 @@ def main():
             if not accelerator.sync_gradients:
                 continue
             gradient_norm = accelerator.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
+            gradient_norm = float(gradient_norm or 0.0)  # DeepSpeed clips by itself and may tell nothing
             # One exchange per step tells every process the same: mean loss, and whether any was asked to stop.
             report = torch.stack([step_loss, torch.tensor(float(stop.asked), device=accelerator.device)])
             loss, stopping = accelerator.reduce(report, "mean").tolist()
             step_loss.zero_()
             # With fp16 the gradient scaler itself skips what overflows, and has to see it to lower its scale.
-            finite = math.isfinite(loss) and math.isfinite(float(gradient_norm or 0))
+            finite = math.isfinite(loss) and math.isfinite(gradient_norm)
             if finite or accelerator.scaler is not None:
                 optimizer.step()
             if finite and not accelerator.optimizer_step_was_skipped:
@@ -390,7 +391,7 @@ def main():
                 "epoch": step / steps_per_epoch if steps_per_epoch else None,
                 "loss": loss,
                 "learning_rate": optimizer.param_groups[0]["lr"],
-                "gradient_norm": float(gradient_norm),
+                "gradient_norm": gradient_norm,
                 "encoder_norm": encoder_norm,
                 "skipped_steps": skipped,
                 "bad_images": bad_images + accelerator.reduce(bad_here, "sum").item(),
