@@ -246,6 +246,10 @@ def test_paths(tmp_path):
     with pytest.raises(DataError, match="'train' cannot be trained on and held out at once"):
         load_splits(eval_split="train")
     assert load_splits(train_split="test")[1] is None  # not itself
+    (tmp_path / "three").mkdir()
+    for split, rows in (("train", 4), ("test", 3), ("validation", 2)):
+        table.select(range(rows)).to_parquet(tmp_path / "three" / f"{split}.parquet")
+    assert len(load_splits(dataset_path=str(tmp_path / "three"))[1]) == 2  # test labels are often withheld
     with pytest.raises(DataError, match="'empty.parquet' could not be loaded, or is empty"):
         pyarrow.parquet.write_table(table.data.table.slice(0, 0), tmp_path / "empty.parquet")
         load_splits(dataset_path=str(tmp_path / "empty.parquet"))
