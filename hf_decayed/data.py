@@ -444,6 +444,11 @@ def random_erasing(images: torch.Tensor, probability: float, generator: np.rando
     return images
 
 
+def as_it_is(batch):
+    """Collates what `__getitems__` has put together already; a name, because workers may have to pickle it."""
+    return batch
+
+
 class EpochBatches(torch.utils.data.Sampler):
     """Endless global batches of `(epoch, index)`, each epoch in an order of its own, from any step on."""
 

@@ -33,6 +33,7 @@ from hf_decayed.data import (
     DataError,
     EpochBatches,
     TrainingImages,
+    as_it_is,
     evaluation_images,
     find_columns,
     hold_out,
@@ -178,9 +179,8 @@ def main():
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     pretrained = fingerprint(model.vit)
-    set_seed(
-        options.seed, device_specific=True
-    )  # all processes have made the same model; drop path differs from here on
+    # All processes have made the same model; their drop path differs from here on.
+    set_seed(options.seed, device_specific=True)
     processor = image_processor(config)
     normalisation = {"mean": list(processor.image_mean), "std": list(processor.image_std)}
     augmentation = Augmentation(
@@ -388,10 +388,6 @@ class DropPath(torch.nn.Module):
             return branch
         kept = torch.rand(len(branch), 1, 1, device=branch.device) >= self.rate
         return branch * kept / (1 - self.rate)
-
-
-def as_it_is(batch):
-    return batch
 
 
 @torch.no_grad()

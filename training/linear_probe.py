@@ -33,6 +33,7 @@ from hf_decayed.data import (
     DataError,
     EpochBatches,
     TrainingImages,
+    as_it_is,
     find_columns,
     hold_out,
     load_splits,
@@ -110,6 +111,7 @@ def main():
     feature = options.feature or f"last.{getattr(model.config, 'pooling', 'mean')}"
     encode = transformer_encoder(model.requires_grad_(False), [feature])
     num_channels = getattr(model.config, "num_channels", 3)
+    encoder = fingerprint(model)
 
     # Data.
     with accelerator.main_process_first():
@@ -128,7 +130,7 @@ def main():
     train, held_out = some(train, options.max_train_samples), some(held_out, options.max_eval_samples)
 
     def kept_features(rows, split):
-        identity = {"model": fingerprint(model), "features": [feature], "data": rows._fingerprint}
+        identity = {"model": encoder, "features": [feature], "data": rows._fingerprint}
         identity |= {"processor": json.loads(processor.to_json_string()), "columns": [image_column, label_column]}
         images = ImagesInOrder(rows, image_column, label_column, processor, num_channels, options.on_bad_image)
         kept = extract_features(encode, images, options.features_dir, identity, accelerator, 64, description=split)
@@ -147,7 +149,7 @@ def main():
     elif not train_with_augmentation(
         classifier,
         encode,
-        fingerprint(model),
+        encoder,
         feature,
         train,
         image_column,
@@ -170,7 +172,7 @@ def main():
             "feature": feature,
             "protocol": {"name": options.protocol, **asdict(protocol)},
             "model": Path(options.model).name if Path(options.model).exists() else options.model,
-            "model_fingerprint": fingerprint(model),
+            "model_fingerprint": encoder,
             "dataset": {"name": dataset_name, "number": {"train": len(train), "test": len(test_labels)}},
             "seed": options.seed,
             "seconds": round(time.time() - started, 1),
@@ -289,10 +291,6 @@ def train_with_augmentation(
             return False
     bar.close()
     return True
-
-
-def as_it_is(batch):
-    return batch
 
 
 if __name__ == "__main__":

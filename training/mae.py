@@ -34,6 +34,7 @@ from hf_decayed.data import (
     EpochBatches,
     StreamedImages,
     TrainingImages,
+    as_it_is,
     evaluation_images,
     find_columns,
     hold_out,
@@ -135,18 +136,11 @@ def parse_arguments(arguments=None):
     running.add_argument("--push_to_hub", metavar="REPOSITORY", help="repository to upload the result to")
 
     options, recipe = parse_with_recipe(parser, RECIPES, arguments)
-    given = dict(options.fields or [])
-    if parser.parse_known_args(arguments)[0].init_from:
-        # The checkpoint says what the model is; only what was asked for here changes it.
-        if any(
-            word.split("=")[0] == "--shortcut_decay" for word in (sys.argv[1:] if arguments is None else arguments)
-        ):
-            given["shortcut_decay"] = options.shortcut_decay
-        options.fields = given
-    else:
-        options.fields = {**recipe.get("fields", {}), **given}
-        if options.shortcut_decay is not None:
-            options.fields["shortcut_decay"] = options.shortcut_decay
+    # A checkpoint says itself what the model is: then only what the command line asks for changes it.
+    fields = {} if options.init_from else recipe.get("fields", {})
+    options.fields = {**fields, **dict(options.fields or [])}
+    if options.shortcut_decay is not None:
+        options.fields["shortcut_decay"] = options.shortcut_decay
     for name in ("batch_size", "gradient_accumulation_steps", "checkpointing_steps", "log_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -180,10 +174,8 @@ def main():
         )
 
     repository = None
-    if (
-        options.push_to_hub and accelerator.is_main_process
-    ):  # first, so that a missing right is found out before training
-        try:
+    if options.push_to_hub and accelerator.is_main_process:
+        try:  # first, so that a missing right is found out before training
             repository = HfApi().create_repo(options.push_to_hub, exist_ok=True).repo_id
         except Exception as error:  # the client raises whatever its HTTP library does
             raise DataError(f"The repository '{options.push_to_hub}' cannot be made: {error}") from error
@@ -210,9 +202,8 @@ def main():
         raise DataError(
             "--ema_decay keeps a whole copy of the weights, which sharded training does not have: leave it out."
         )
-    set_seed(
-        options.seed, device_specific=True
-    )  # all processes have made the same model; dropout differs from here on
+    # All processes have made the same model; their dropout differs from here on.
+    set_seed(options.seed, device_specific=True)
 
     # Data.
     with accelerator.main_process_first():  # one process fills the cache, the others read it
@@ -476,10 +467,6 @@ def main():
                 ) from error
             print(f"uploaded to {repository}")
     accelerator.end_training()
-
-
-def as_it_is(batch):
-    return batch
 
 
 class Probe:

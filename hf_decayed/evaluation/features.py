@@ -27,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
-from ..data import DataError, decode, sample_generator
+from ..data import DataError, as_it_is, decode, sample_generator
+from ..models.modeling_decayed_vit_mae import pool
 
 
 Encoder = Callable[[torch.Tensor, list[int]], dict[str, torch.Tensor]]
@@ -123,10 +124,6 @@ def extract_features(
         write_shard(shard_path(folder, number, len(shards)), [part for part in parts if part])
     accelerator.wait_for_everyone()
     return read_shards([shard_path(folder, number, len(shards)) for number in range(len(shards))])
-
-
-def as_it_is(batch):
-    return batch
 
 
 def take(batches: Iterator, number: int) -> Iterator:
@@ -272,9 +269,7 @@ def pooled(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
         if pooling != "mean":
             raise ValueError(f"A convolutional model has no class token: pool by `mean`, not `{pooling}`.")
         return tokens.mean(dim=(2, 3))
-    if pooling == "cls":
-        return tokens[:, 0]
-    return tokens.mean(dim=1) if pooling == "mean" else tokens[:, 1:].mean(dim=1)
+    return pool(tokens, pooling)
 
 
 def fingerprint(model: torch.nn.Module) -> str:
