@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from huggingface_hub.errors import StrictDataclassError
 
 from . import __version__
-from .data import DataError
+from .checkpoints import find_checkpoint, load_checkpoint
+from .data import DataError, find_columns, load_splits
 
 
 def names_of(recipes: Path) -> str:
@@ -57,6 +58,20 @@ def add_data_arguments(parser: argparse.ArgumentParser):
     data.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop")
     data.add_argument("--num_workers", type=int, default=4, help="processes that decode images not held in memory")
     return data
+
+
+def load_images(options: argparse.Namespace, accelerator: Accelerator, streaming: bool = False) -> tuple:
+    """What those flags name: training images, held-out images or `None`, the data's name, image and label column."""
+    with accelerator.main_process_first():  # one process fills the cache, the others read it
+        train, held_out, name = load_splits(
+            options.dataset_name,
+            options.dataset_config,
+            options.dataset_path,
+            options.train_split,
+            options.eval_split,
+            streaming,
+        )
+    return train, held_out, name, *find_columns(train, options.image_column_name, options.label_column_name)
 
 
 def boolean(text: str) -> bool:
@@ -111,6 +126,23 @@ def refuse_another_run(name: str, state: dict, identity: dict) -> None:
     ]
     if changed:
         raise DataError(f"'{name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
+
+
+def resume_or_clear(accelerator: Accelerator, options: argparse.Namespace, identity: dict) -> dict:
+    """Puts back what `--resume_from_checkpoint` names and returns its state; a new run gets room, and an empty state."""
+    checkpoints, state = options.output_dir / "checkpoints", {}
+    if options.resume_from_checkpoint:
+        path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
+        if path is None:
+            accelerator.print(f"no checkpoint in {checkpoints}: starting afresh")
+        else:
+            state = load_checkpoint(accelerator, path)
+            refuse_another_run(path.name, state, identity)
+            accelerator.print(f"resumed at step {state['step']} from {path}")
+    elif accelerator.is_main_process:
+        clear_finished_run(options.output_dir)
+    accelerator.wait_for_everyone()
+    return state
 
 
 def share_cores(accelerator: Accelerator, threads: int | None = None) -> None:

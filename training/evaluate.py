@@ -24,10 +24,18 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 import hf_decayed  # noqa: F401, registers our classes with AutoModel
-from hf_decayed.data import DataError, find_columns, hold_out, load_splits, some
+from hf_decayed.data import DataError, hold_out, some
 from hf_decayed.evaluation import PROTOCOLS, effective_rank, knn_accuracy, linear_probe
 from hf_decayed.evaluation.features import ImagesInOrder, extract_features, fingerprint, transformer_encoder
-from hf_decayed.runs import add_data_arguments, boolean, flags_without_paths, one_sentence, share_cores, versions
+from hf_decayed.runs import (
+    add_data_arguments,
+    boolean,
+    flags_without_paths,
+    load_images,
+    one_sentence,
+    share_cores,
+    versions,
+)
 
 
 METRICS = ("knn", "linear", "rank")
@@ -90,15 +98,7 @@ def main(arguments=None):
     encode = with_pixels(transformer_encoder(model.to(accelerator.device), names), options.pixels)
 
     # Data.
-    with accelerator.main_process_first():
-        train, held_out, dataset_name = load_splits(
-            options.dataset_name,
-            options.dataset_config,
-            options.dataset_path,
-            options.train_split,
-            options.eval_split,
-        )
-    image_column, label_column = find_columns(train, options.image_column_name, options.label_column_name)
+    train, held_out, dataset_name, image_column, label_column = load_images(options, accelerator)
     if label_column is None and set(options.metrics) != {"rank"}:
         raise DataError("kNN and probes need labels, and there is no label column: use --metrics rank, or name one.")
     if held_out is None:

@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEForImageClassification
-from hf_decayed.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
+from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.data import (
     Augmentation,
     DataError,
@@ -35,9 +35,7 @@ from hf_decayed.data import (
     TrainingImages,
     as_it_is,
     evaluation_images,
-    find_columns,
     hold_out,
-    load_splits,
     mixup_cutmix,
     random_erasing,
     some,
@@ -52,14 +50,14 @@ from hf_decayed.runs import (
     StopSignal,
     add_data_arguments,
     boolean,
-    clear_finished_run,
     flags_without_paths,
     identity_of,
     leave_signals_to_the_parent,
+    load_images,
     names_of,
     one_sentence,
     parse_with_recipe,
-    refuse_another_run,
+    resume_or_clear,
     share_cores,
     versions,
 )
@@ -144,15 +142,7 @@ def main():
         )
 
     # Data.
-    with accelerator.main_process_first():  # one process fills the cache, the others read it
-        train, held_out, dataset_name = load_splits(
-            options.dataset_name,
-            options.dataset_config,
-            options.dataset_path,
-            options.train_split,
-            options.eval_split,
-        )
-    image_column, label_column = find_columns(train, options.image_column_name, options.label_column_name)
+    train, held_out, dataset_name, image_column, label_column = load_images(options, accelerator)
     if label_column is None:
         raise DataError("Fine-tuning needs labels, and there is no label column: name one with --label_column_name.")
     if held_out is None:
@@ -228,20 +218,9 @@ def main():
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
-    step, skipped, earlier_seconds = 0, 0, 0.0
     identity = identity_of(options, model=pretrained, dataset=dataset_name, steps=total_steps)
-    if options.resume_from_checkpoint:
-        path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
-        if path is None:
-            say(f"no checkpoint in {checkpoints}: starting afresh")
-        else:
-            state = load_checkpoint(accelerator, path)
-            refuse_another_run(path.name, state, identity)
-            step, skipped, earlier_seconds = state["step"], state["skipped"], state["seconds"]
-            say(f"resumed at step {step} from {path}")
-    elif accelerator.is_main_process:
-        clear_finished_run(options.output_dir)
-    accelerator.wait_for_everyone()
+    state = resume_or_clear(accelerator, options, identity)
+    step, skipped, earlier_seconds = (state.get(name, 0) for name in ("step", "skipped", "seconds"))
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
     accelerator.init_trackers("finetune", config={name: str(value) for name, value in vars(options).items()})
     batches = EpochBatches(len(images), options.batch_size, options.seed, step, total_steps)

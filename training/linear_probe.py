@@ -27,16 +27,14 @@ from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, AutoModel
 
 import hf_decayed  # noqa: F401, registers our classes with AutoModel
-from hf_decayed.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
+from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.data import (
     Augmentation,
     DataError,
     EpochBatches,
     TrainingImages,
     as_it_is,
-    find_columns,
     hold_out,
-    load_splits,
     some,
 )
 from hf_decayed.evaluation import PROTOCOLS
@@ -48,12 +46,12 @@ from hf_decayed.runs import (
     StopSignal,
     add_data_arguments,
     boolean,
-    clear_finished_run,
     flags_without_paths,
     identity_of,
     leave_signals_to_the_parent,
+    load_images,
     one_sentence,
-    refuse_another_run,
+    resume_or_clear,
     share_cores,
     versions,
 )
@@ -114,15 +112,7 @@ def main():
     encoder = fingerprint(model)
 
     # Data.
-    with accelerator.main_process_first():
-        train, held_out, dataset_name = load_splits(
-            options.dataset_name,
-            options.dataset_config,
-            options.dataset_path,
-            options.train_split,
-            options.eval_split,
-        )
-    image_column, label_column = find_columns(train, options.image_column_name, options.label_column_name)
+    train, held_out, dataset_name, image_column, label_column = load_images(options, accelerator)
     if label_column is None:
         raise DataError("A probe needs labels, and there is no label column: name one with --label_column_name.")
     if held_out is None:
@@ -232,23 +222,11 @@ def train_with_augmentation(
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
-    step = 0
     identity = identity_of(
         options, model=encoder, feature=feature, protocol=asdict(protocol), steps=total_steps, number=len(images)
     )
     identity.pop("max_train_steps")  # where to stop for now
-    if options.resume_from_checkpoint:
-        path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
-        if path is None:
-            accelerator.print(f"no checkpoint in {checkpoints}: starting afresh")
-        else:
-            state = load_checkpoint(accelerator, path)
-            refuse_another_run(path.name, state, identity)
-            step = state["step"]
-            accelerator.print(f"resumed at step {step} from {path}")
-    elif accelerator.is_main_process:
-        clear_finished_run(options.output_dir)
-    accelerator.wait_for_everyone()
+    step = resume_or_clear(accelerator, options, identity).get("step", 0)
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
     loader = torch.utils.data.DataLoader(
         images,

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
-from hf_decayed.checkpoints import find_checkpoint, load_checkpoint, save_checkpoint
+from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.cli import field_and_value
 from hf_decayed.data import (
     Augmentation,
@@ -36,9 +36,7 @@ from hf_decayed.data import (
     TrainingImages,
     as_it_is,
     evaluation_images,
-    find_columns,
     hold_out,
-    load_splits,
     sample_generator,
     some,
 )
@@ -52,14 +50,14 @@ from hf_decayed.runs import (
     StopSignal,
     add_data_arguments,
     boolean,
-    clear_finished_run,
     flags_without_paths,
     identity_of,
     leave_signals_to_the_parent,
+    load_images,
     names_of,
     one_sentence,
     parse_with_recipe,
-    refuse_another_run,
+    resume_or_clear,
     share_cores,
     versions,
 )
@@ -206,16 +204,7 @@ def main():
     set_seed(options.seed, device_specific=True)
 
     # Data.
-    with accelerator.main_process_first():  # one process fills the cache, the others read it
-        train, held_out, dataset_name = load_splits(
-            options.dataset_name,
-            options.dataset_config,
-            options.dataset_path,
-            options.train_split,
-            options.eval_split,
-            options.streaming,
-        )
-    image_column, label_column = find_columns(train, options.image_column_name, options.label_column_name)
+    train, held_out, dataset_name, image_column, label_column = load_images(options, accelerator, options.streaming)
     if held_out is None:
         held_out, train = hold_out(train, options.eval_test_samples)
     train = some(train, options.max_train_samples)
@@ -282,21 +271,10 @@ def main():
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
-    step, skipped, earlier_seconds = 0, 0, 0.0
     identity = identity_of(options, dataset=dataset_name, steps=total_steps)
-    if options.resume_from_checkpoint:
-        path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
-        if path is None:
-            say(f"no checkpoint in {checkpoints}: starting afresh")
-        else:
-            state = load_checkpoint(accelerator, path)
-            refuse_another_run(path.name, state, identity)
-            step, skipped, earlier_seconds = state["step"], state["skipped"], state["seconds"]
-            bad_images += state["bad_images"]
-            say(f"resumed at step {step} from {path}")
-    elif accelerator.is_main_process:
-        clear_finished_run(options.output_dir)
-    accelerator.wait_for_everyone()
+    state = resume_or_clear(accelerator, options, identity)
+    step, skipped, earlier_seconds = (state.get(name, 0) for name in ("step", "skipped", "seconds"))
+    bad_images += state.get("bad_images", 0)
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
     accelerator.init_trackers("mae", config={name: str(value) for name, value in vars(options).items()})
     if step == 0:
