@@ -52,6 +52,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--label_column_name")
     parser.add_argument("--only", help="regular expression: runs whose name matches")
     parser.add_argument("--accelerate_config", help="launch runs with this accelerate config file")
+    parser.add_argument("--cpu_threads", help="of every process: 1 lets two sweeps share two cores")
     parser.add_argument("--report", action="store_true", help="make tables and pictures; train nothing")
     parser.add_argument("--tsne", nargs=2, metavar="RUN", help="runs to draw side by side; the first and the last")
     options = parser.parse_args(arguments)
@@ -111,7 +112,7 @@ def read_records(path: Path) -> list[dict]:
 def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
     data = [
         word
-        for name in ("dataset_name", "dataset_path", "label_column_name")
+        for name in ("dataset_name", "dataset_path", "label_column_name", "cpu_threads")
         if getattr(options, name)
         for word in (f"--{name}", getattr(options, name))
     ]
