@@ -13,7 +13,9 @@ from transformers import (
     AutoModelForPreTraining,
 )
 
+from .models.configuration_decayed_resnet import DecayedResNetConfig
 from .models.configuration_decayed_vit_mae import DecayedViTMAEConfig
+from .models.modeling_decayed_resnet import DecayedResNetForImageClassification, DecayedResNetModel
 from .models.modeling_decayed_vit_mae import (
     DecayedViTMAEBackbone,
     DecayedViTMAEForImageClassification,
@@ -26,6 +28,9 @@ from .models.shortcut_decay import effective_decay, suggest_shortcut_decay
 __version__ = "0.1.0"
 
 __all__ = [
+    "DecayedResNetConfig",
+    "DecayedResNetForImageClassification",
+    "DecayedResNetModel",
     "DecayedViTMAEBackbone",
     "DecayedViTMAEConfig",
     "DecayedViTMAEForImageClassification",
@@ -40,3 +45,7 @@ AutoModel.register(DecayedViTMAEConfig, DecayedViTMAEModel, exist_ok=True)
 AutoModelForPreTraining.register(DecayedViTMAEConfig, DecayedViTMAEForPreTraining, exist_ok=True)
 AutoModelForImageClassification.register(DecayedViTMAEConfig, DecayedViTMAEForImageClassification, exist_ok=True)
 AutoBackbone.register(DecayedViTMAEConfig, DecayedViTMAEBackbone, exist_ok=True)
+
+AutoConfig.register(DecayedResNetConfig.model_type, DecayedResNetConfig, exist_ok=True)
+AutoModel.register(DecayedResNetConfig, DecayedResNetModel, exist_ok=True)
+AutoModelForImageClassification.register(DecayedResNetConfig, DecayedResNetForImageClassification, exist_ok=True)

@@ -51,7 +51,7 @@ def save_reconstructions(path: Path, original, masked, reconstructed, normalised
 def save_curves(path: Path, records: list[dict]) -> None:
     """Loss, effective rank, encoder norm and kNN accuracy over steps; what was not measured is left out."""
     names = {
-        "loss": "reconstruction loss",
+        "loss": "training loss",
         "encoder_norm": "encoder output norm",
         "effective_rank": "effective rank (entropy)",
         "knn_accuracy": "kNN accuracy",

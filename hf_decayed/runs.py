@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 import transformers
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from datasets import ClassLabel
 from huggingface_hub.errors import StrictDataclassError
 
 from . import __version__
 from .checkpoints import find_checkpoint, load_checkpoint
-from .data import DataError, find_columns, load_splits
+from .data import DataError, find_columns, hold_out, load_splits, some
 
 
 def names_of(recipes: Path) -> str:
@@ -60,7 +61,9 @@ def add_data_arguments(parser: argparse.ArgumentParser):
     return data
 
 
-def load_images(options: argparse.Namespace, accelerator: Accelerator, streaming: bool = False) -> tuple:
+def load_images(
+    options: argparse.Namespace, accelerator: Accelerator | PartialState, streaming: bool = False
+) -> tuple:
     """What those flags name: training images, held-out images or `None`, the data's name, image and label column."""
     with accelerator.main_process_first():  # one process fills the cache, the others read it
         train, held_out, name = load_splits(
@@ -72,6 +75,23 @@ def load_images(options: argparse.Namespace, accelerator: Accelerator, streaming
             streaming,
         )
     return train, held_out, name, *find_columns(train, options.image_column_name, options.label_column_name)
+
+
+def load_labelled_images(options: argparse.Namespace, accelerator: Accelerator | PartialState) -> tuple:
+    """For classifiers: the same with held-out images in any case, no more of each than asked for; and class names."""
+    train, held_out, name, image_column, label_column = load_images(options, accelerator)
+    if label_column is None:
+        raise DataError("Classifying needs labels, and there is no label column: name one with --label_column_name.")
+    if held_out is None:
+        held_out, train = hold_out(train, len(train) // 10)
+    feature = train.features[label_column]
+    class_names = feature.names if isinstance(feature, ClassLabel) else None
+    class_names = class_names or [str(number) for number in range(1 + max(train[label_column]))]
+    train, held_out = some(train, options.max_train_samples), some(held_out, options.max_eval_samples)
+    for split, rows in (("training", train), ("held-out", held_out)):
+        if not 0 <= min(rows[label_column]) <= max(rows[label_column]) < len(class_names):
+            raise DataError(f"The {split} labels do not lie in [0, {len(class_names)}): is it the right split?")
+    return train, held_out, name, image_column, label_column, class_names
 
 
 def boolean(text: str) -> bool:
@@ -162,7 +182,7 @@ def versions() -> dict[str, str]:
 
 def clear_finished_run(folder: Path) -> None:
     """Makes room for a new run; one that did not finish is not thrown away."""
-    if any((folder / "checkpoints").glob("step-*")):
+    if any((folder / "checkpoints").glob("[!.]*")):  # hidden ones were being written when the run was killed
         if not (folder / "results.json").exists():
             raise DataError(
                 f"'{folder}' holds a run that did not finish: go on with --resume_from_checkpoint latest, "

@@ -1,10 +1,12 @@
-"""`training/finetune.py` and `training/linear_probe.py`: they learn, they resume to the last bit, they tell what is wrong."""
+"""`training/finetune.py`, `linear_probe.py`, `resnet.py`, `sweep.py`: they learn, they resume to the last bit, they tell what is wrong."""
 
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import finetune
@@ -187,3 +189,54 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path):
     assert "| shortcut_decay=0.8 | 2 | 6 |" in table and "Raw pixels: kNN" in table
     for name in ("accuracy_against_decay", "rank_and_accuracy", "accuracy_by_layer", "tsne"):
         assert (tmp_path / "out" / "report" / f"{name}.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_residual_networks_resume_after_a_kill(tmp_path):
+    """The Trainer does the resuming; order, draws, batch statistics and rates must all come back for equal weights."""
+    few = ["--max_train_samples", 320, "--max_eval_samples", 100, "--batch_size", 16, "--num_train_epochs", 2]
+    few += ["--checkpointing_steps", 6, "--eval_every", 9, "--num_blocks", 9, "--cpu_threads", 1]
+    run("resnet.py", *few, "--output_dir", tmp_path / "whole")
+    whole = results(tmp_path / "whole")
+    assert whole["steps"] == 40 and whole["num_blocks"] == 9 and whole["shortcut_decay"] == 0.7
+    looks = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert [look["step"] for look in looks if "effective_rank_stage4" in look] == [0, 9, 18, 27, 36, 40]
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "whole")
+    assert model.config.id2label[9] == "Ankle boot" and model.config.depths == [2, 2, 3, 2]
+
+    parts = [*few, "--output_dir", tmp_path / "parts"]
+    command = [sys.executable, str(ROOT / "training" / "resnet.py"), *map(str, parts)]
+    for number, sent in ((6, signal.SIGKILL), (18, signal.SIGTERM)):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        while not (tmp_path / "parts" / "checkpoints" / f"checkpoint-{number}" / "trainer_state.json").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(sent)
+        printed = process.communicate()[0].decode()
+        command += ["--resume_from_checkpoint", "latest"]
+    assert process.returncode == 0 and "stopped by SIGTERM at step" in printed
+    unfinished = run("resnet.py", *parts, code=2)
+    assert "holds a run that did not finish" in unfinished.stderr
+    refused = run("resnet.py", *parts, "--resume_from_checkpoint", "latest", "--shortcut_decay", 0.9, code=2)
+    assert "belongs to another run" in refused.stderr
+    assert "resuming from" in run("resnet.py", *parts, "--resume_from_checkpoint", "latest").stdout
+    assert same(tmp_path / "whole" / "model.safetensors", tmp_path / "parts" / "model.safetensors")
+    assert results(tmp_path / "parts")["effective_rank"] == whole["effective_rank"]
+    run("resnet.py", *few, "--output_dir", tmp_path / "two", processes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sweep_of_residual_networks(tmp_path):
+    flags = {"max_train_samples": 100, "max_eval_samples": 60, "max_train_steps": 4, "eval_every": 2, "batch_size": 16}
+    grid = {"script": "resnet", "flags": flags, "axes": {"shortcut_decay": [1.0, 0.7], "num_blocks": [8, 9]}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid, sort_keys=False))
+    run("sweep.py", tmp_path / "grid.yaml", "--output_dir", tmp_path / "out", "--cpu_threads", 1)
+    table = (tmp_path / "out" / "report" / "tables.md").read_text()
+    assert [line.split("|")[1:4] for line in table.splitlines()[2:6]] == [
+        [f" {decay} ", f" {blocks} ", " 1 "] for decay in (1.0, 0.7) for blocks in (8, 9)
+    ]
+    assert (tmp_path / "out" / "report" / "rank_against_depth.png").stat().st_size > 5000

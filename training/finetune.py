@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration, set_seed
-from datasets import ClassLabel
 from huggingface_hub import ModelCard
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -35,10 +34,8 @@ from hf_decayed.data import (
     TrainingImages,
     as_it_is,
     evaluation_images,
-    hold_out,
     mixup_cutmix,
     random_erasing,
-    some,
 )
 from hf_decayed.evaluation.features import fingerprint
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
@@ -53,7 +50,7 @@ from hf_decayed.runs import (
     flags_without_paths,
     identity_of,
     leave_signals_to_the_parent,
-    load_images,
+    load_labelled_images,
     names_of,
     one_sentence,
     parse_with_recipe,
@@ -142,18 +139,7 @@ def main():
         )
 
     # Data.
-    train, held_out, dataset_name, image_column, label_column = load_images(options, accelerator)
-    if label_column is None:
-        raise DataError("Fine-tuning needs labels, and there is no label column: name one with --label_column_name.")
-    if held_out is None:
-        held_out, train = hold_out(train, len(train) // 10)
-    feature = train.features[label_column]
-    class_names = feature.names if isinstance(feature, ClassLabel) else None
-    class_names = class_names or [str(number) for number in range(1 + max(train[label_column]))]
-    train, held_out = some(train, options.max_train_samples), some(held_out, options.max_eval_samples)
-    for split, rows in (("training", train), ("held-out", held_out)):
-        if not 0 <= min(rows[label_column]) <= max(rows[label_column]) < len(class_names):
-            raise DataError(f"The {split} labels do not lie in [0, {len(class_names)}): is it the right split?")
+    train, held_out, dataset_name, image_column, label_column, class_names = load_labelled_images(options, accelerator)
 
     # Model.
     model = DecayedViTMAEForImageClassification.from_pretrained(

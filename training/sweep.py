@@ -1,17 +1,20 @@
-"""Trains and judges a grid of masked autoencoders: the paper's ablations as one command, which can be stopped and resumed.
+"""Trains and judges a grid of models: the paper's ablations as one command, which can be stopped and resumed.
 
     python training/sweep.py bundled_decay
+    python training/sweep.py resnet_rank
     python training/sweep.py cifar100_small_scale --dataset_path path/to/cifar100 --label_column_name fine_label
     python training/sweep.py bundled_decay --report
 
 GRID is a file in `training/recipes/sweeps`, or a path to one: flags and config fields of `training/mae.py` for all runs
 (`flags`), by run (`runs`) or in every combination (`axes`), `seeds`, and flags of evaluate.py (`evaluation`). Each run is a
-process of mae.py and one of evaluate.py; what they find becomes a line of `<output_dir>/results.jsonl`. Run the same
-command again to go on where it stopped. `--report` makes tables (Markdown) and pictures of the lines that are there.
+process of mae.py and one of evaluate.py, or one of resnet.py (`script: resnet`); what they find becomes a line of
+`<output_dir>/results.jsonl`. Run the same command again to go on where it stopped. `--report` makes tables (Markdown) and
+pictures of the lines that are there.
 """
 
 import argparse
 import hashlib
+import importlib
 import itertools
 import json
 import re
@@ -20,7 +23,6 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import mae
 import matplotlib
 import numpy as np
 import torch
@@ -98,10 +100,13 @@ def expand(grid: dict, data: dict) -> list[dict]:
     for seed in grid.get("seeds", [0]):  # seeds outside: a sweep that is cut short has all runs once
         for name, settings in named.items():
             settings = {"recipe": grid.get("recipe", "tiny"), **grid.get("flags", {}), **(settings or {})}
-            identity = json.dumps([settings, seed, grid.get("evaluation"), data], sort_keys=True)
+            script = grid.get("script", "mae")
+            identity = [settings, seed, grid.get("evaluation"), data] + ([script] if script != "mae" else [])
+            identity = json.dumps(identity, sort_keys=True)
             key = hashlib.sha256(identity.encode()).hexdigest()[:12]
             folder = f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}-seed{seed}-{key[:4]}"
-            runs.append({"name": name, "seed": seed, "settings": settings, "key": key, "folder": folder})
+            run = {"name": name, "seed": seed, "settings": settings, "key": key, "folder": folder}
+            runs.append({**run, "script": script})
     return runs
 
 
@@ -120,11 +125,15 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
         launcher = [sys.executable]
         if options.accelerate_config:
             launcher = ["accelerate", "launch", "--config_file", options.accelerate_config]
-        flags = as_flags(run["settings"]) + ["--seed", str(run["seed"]), "--resume_from_checkpoint", "latest"]
-        call([*launcher, str(SCRIPTS / "mae.py"), *flags, *data, "--output_dir", str(folder)])
+        flags = as_flags(run) + ["--seed", str(run["seed"]), "--resume_from_checkpoint", "latest"]
+        call([*launcher, str(SCRIPTS / f"{run['script']}.py"), *flags, *data, "--output_dir", str(folder)])
         if not (folder / "results.json").exists():
             print("stopped; run the same command to go on", flush=True)
             sys.exit(0)
+    results = json.loads((folder / "results.json").read_text())
+    curve = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if run["script"] == "resnet":  # it judges itself
+        return {"results": results, "curve": curve}
     model = DecayedViTMAEForPreTraining.from_pretrained(folder)
     pooling, layers = model.config.pooling, model.config.num_hidden_layers
     features = [f"last.{pooling}", "last.cls", "last.mean"] + [f"{layer}.{pooling}" for layer in range(layers + 1)]
@@ -138,8 +147,6 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
     judging += [word for name, value in evaluation.items() for word in (f"--{name}", text_of(value))]
     call([*judging, "--output", str(folder / "evaluation.json")])
     evaluation = json.loads((folder / "evaluation.json").read_text())
-    results = json.loads((folder / "results.json").read_text())
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "results": results,
         "steps": results["steps"],
@@ -156,16 +163,17 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
                 for name in ("step", "loss", "encoder_norm", "knn_accuracy", "effective_rank")
                 if name in each
             }
-            for each in metrics
+            for each in curve
         ],
     }
 
 
-def as_flags(settings: dict) -> list[str]:
-    """Flags of mae.py as they are; what is no flag of it is a field of the config."""
-    known = vars(mae.parse_arguments(["--recipe", settings["recipe"]]))
+def as_flags(run: dict) -> list[str]:
+    """Flags of the script as they are; what is no flag of it is a field of the config."""
+    script = importlib.import_module(run["script"])
+    known = vars(script.parse_arguments(["--recipe", run["settings"]["recipe"]]))
     words = []
-    for name, value in settings.items():
+    for name, value in run["settings"].items():
         if name in known:
             words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [text_of(value)])]
         else:
@@ -208,6 +216,12 @@ def report(records: list[dict], options) -> None:
     by_name = defaultdict(list)
     for record in records:
         by_name[record["name"]].append(record)
+    if records[0].get("script") == "resnet":
+        (folder / "tables.md").write_text(supervised_table(by_name))
+        save_supervised(folder / "rank_against_depth.png", records)
+        print((folder / "tables.md").read_text())
+        print(f"tables.md and picture: {folder}")
+        return
     (folder / "tables.md").write_text(tables(by_name))
     save_decay(folder / "accuracy_against_decay.png", records)
     save_training(folder / "rank_and_accuracy.png", by_name)
@@ -269,6 +283,60 @@ def tables(by_name: dict[str, list[dict]]) -> str:
         "Means over seeds, with the smallest and largest."
     )
     return "\n".join(lines) + "\n"
+
+
+def supervised_table(by_name: dict[str, list[dict]]) -> str:
+    lines = ["| shortcut_decay | blocks | seeds | accuracy (%) | effective rank | loss |", "|---" * 6 + "|"]
+    for group in by_name.values():
+        results = [record["results"] for record in group]
+        cells = [str(results[0]["shortcut_decay"]), str(results[0]["num_blocks"]), str(len(group))]
+        cells.append(spread([each["accuracy"] for each in results], percent=True))
+        cells.append(spread([each["effective_rank"] for each in results]))
+        cells.append(spread([each["loss"] for each in results]))
+        lines.append("| " + " | ".join(cells) + " |")
+    anyone = next(iter(by_name.values()))[0]["results"]
+    lines += [
+        "",
+        f"{anyone['dataset']['name']}: {anyone['dataset']['number']} training images, {anyone['steps']} steps, "
+        f"{anyone['images_seen']} images seen. Rank: entropy, of the last stage's features averaged over places, on "
+        "held-out images. Means over seeds, with the smallest and largest.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def save_supervised(path: Path, records: list[dict]) -> None:
+    """Of each decay: rank against depth at the end, rank over training and by stage for the shallowest network."""
+    figure, (against_depth, over_training, by_stage, accuracy) = pyplot.subplots(1, 4, figsize=(15, 3.4))
+    decays = sorted({record["results"]["shortcut_decay"] for record in records})
+    shallowest = min(record["results"]["num_blocks"] for record in records)
+    for number, decay in enumerate(decays):
+        style = {"marker": ".", "color": f"C{number}", "label": f"{decay:g}"}
+        mine = [record for record in records if record["results"]["shortcut_decay"] == decay]
+        depths = sorted({record["results"]["num_blocks"] for record in mine})
+        for axis, name in ((against_depth, "effective_rank"), (accuracy, "accuracy")):
+            at = [[each["results"][name] for each in mine if each["results"]["num_blocks"] == d] for d in depths]
+            axis.plot(depths, [np.mean(values) for values in at], **style)
+            for depth, values in zip(depths, at):
+                axis.plot([depth] * len(values), values, ".", color=f"C{number}", markersize=3)
+        shallow = [record for record in mine if record["results"]["num_blocks"] == shallowest]
+        looks = [[each for each in record["curve"] if "effective_rank" in each] for record in shallow]
+        if looks:
+            steps = [each["step"] for each in looks[0]]
+            over_training.plot(
+                steps, np.mean([[e["effective_rank"] for e in look] for look in looks], axis=0), **style
+            )
+            stages = [name for name in looks[0][-1] if name.startswith("effective_rank_stage")]
+            ranks = [[look[-1][stage] for stage in stages] for look in looks]
+            by_stage.plot(range(1, len(stages) + 1), np.mean(ranks, axis=0), **style)
+    against_depth.set(title="effective rank at the end", xlabel="blocks")
+    accuracy.set(title="accuracy at the end", xlabel="blocks")
+    over_training.set(title=f"effective rank, {shallowest} blocks", xlabel="step")
+    by_stage.set(title=f"effective rank, {shallowest} blocks", xlabel="stage")
+    for axis in (against_depth, over_training, by_stage, accuracy):
+        axis.grid(alpha=0.3)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    against_depth.legend(title="shortcut_decay", fontsize=7)
+    finish(figure, path)
 
 
 def save_decay(path: Path, records: list[dict]) -> None:

@@ -1,0 +1,110 @@
+"""A residual network with decayed shortcuts, `x <- alpha * x + f(x)`, on transformers' ResNet.
+
+The supervised study of Zhang et al. (CVPR 2026), appendix B.2. No new parameters: with `shortcut_decay=1.0` this is
+transformers' network, and it loads that network's weights.
+"""
+
+import torch
+from torch import nn
+from transformers.models.resnet.modeling_resnet import (
+    ResNetBasicLayer,
+    ResNetBottleNeckLayer,
+    ResNetConvLayer,
+    ResNetEmbeddings,
+    ResNetEncoder,
+    ResNetForImageClassification,
+    ResNetModel,
+    ResNetPreTrainedModel,
+    ResNetStage,
+)
+
+from .configuration_decayed_resnet import DecayedResNetConfig
+
+
+class DecayedResNetEmbeddings(ResNetEmbeddings):
+    def __init__(self, config: DecayedResNetConfig):
+        super().__init__(config)
+        if config.stem == "small":
+            self.embedder = ResNetConvLayer(config.num_channels, config.embedding_size, activation=config.hidden_act)
+            self.pooler = nn.Identity()
+
+
+def decayed_block(block: nn.Module, hidden_state: torch.Tensor) -> torch.Tensor:
+    """A block of any kind: branch and weighted shortcut added in one pass over memory, then the activation."""
+    shortcut = block.shortcut(hidden_state)
+    return block.activation(torch.add(block.layer(hidden_state), shortcut, alpha=block.alpha))
+
+
+class DecayedResNetBasicLayer(ResNetBasicLayer):
+    forward = decayed_block
+
+
+class DecayedResNetBottleNeckLayer(ResNetBottleNeckLayer):
+    forward = decayed_block
+
+
+class DecayedResNetStage(ResNetStage):
+    def __init__(self, config: DecayedResNetConfig, in_channels: int, out_channels: int, stride: int, alphas):
+        nn.Module.__init__(self)
+        make, more = DecayedResNetBasicLayer, {}
+        if config.layer_type == "bottleneck":
+            make, more = DecayedResNetBottleNeckLayer, {"downsample_in_bottleneck": config.downsample_in_bottleneck}
+        blocks = []
+        for alpha in alphas:
+            blocks.append(make(in_channels, out_channels, stride, config.hidden_act, **more))
+            blocks[-1].alpha = alpha
+            in_channels, stride = out_channels, 1
+        self.layers = nn.Sequential(*blocks)
+
+
+class DecayedResNetEncoder(ResNetEncoder):
+    def __init__(self, config: DecayedResNetConfig):
+        nn.Module.__init__(self)
+        alphas = iter(config.shortcut_alphas())
+        widths = [config.embedding_size, *config.hidden_sizes]
+        self.stages = nn.ModuleList()
+        for stage, depth in enumerate(config.depths):
+            stride = 2 if stage > 0 or config.downsample_in_first_stage else 1
+            stage_alphas = [next(alphas) for _ in range(depth)]
+            self.stages.append(DecayedResNetStage(config, *widths[stage : stage + 2], stride, stage_alphas))
+
+
+class DecayedResNetPreTrainedModel(ResNetPreTrainedModel):
+    config: DecayedResNetConfig
+    config_class = DecayedResNetConfig
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        self.config.auto_map = dict(AUTO_MAP)  # every Auto class finds its code, whichever of ours was saved
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+
+# The constructors of transformers' classes would build plain stages first, so ours call the one they all share.
+
+
+class DecayedResNetModel(DecayedResNetPreTrainedModel, ResNetModel):
+    _keys_to_ignore_on_load_unexpected = [r"^classifier\."]
+
+    def __init__(self, config: DecayedResNetConfig):
+        ResNetPreTrainedModel.__init__(self, config)
+        self.embedder = DecayedResNetEmbeddings(config)
+        self.encoder = DecayedResNetEncoder(config)
+        self.pooler = nn.AdaptiveAvgPool2d((1, 1))
+        self.post_init()
+
+
+class DecayedResNetForImageClassification(DecayedResNetPreTrainedModel, ResNetForImageClassification):
+    def __init__(self, config: DecayedResNetConfig):
+        ResNetPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.resnet = DecayedResNetModel(config)
+        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(config.hidden_sizes[-1], config.num_labels))
+        self.post_init()
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_decayed_resnet.DecayedResNetConfig",
+    "AutoModel": "modeling_decayed_resnet.DecayedResNetModel",
+    "AutoModelForImageClassification": "modeling_decayed_resnet.DecayedResNetForImageClassification",
+}
+DecayedResNetModel.register_for_auto_class("AutoModel")
+DecayedResNetForImageClassification.register_for_auto_class("AutoModelForImageClassification")
