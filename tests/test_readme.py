@@ -14,13 +14,14 @@ import finetune
 import linear_probe
 import mae
 import pytest
+import resnet
 import sweep
 import torch
 from conftest import TINY_SIZES
 from test_conversion import timm_weights
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-from hf_decayed import DecayedViTMAEConfig
+from hf_decayed import DecayedResNetConfig, DecayedViTMAEConfig
 from hf_decayed.cli import main
 
 
@@ -92,7 +93,11 @@ def test_every_grid_describes_models(grid):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`shortcut_decay=")
         for run in runs:
-            options = mae.parse_arguments(sweep.as_flags(run["settings"]))
+            if run["script"] == "resnet":
+                options = resnet.parse_arguments(sweep.as_flags(run))
+                DecayedResNetConfig.from_num_blocks(options.num_blocks, **options.fields)
+                continue
+            options = mae.parse_arguments(sweep.as_flags(run))
             make = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
             make(options.size, **options.fields)
 
