@@ -50,6 +50,7 @@ PRESETS = {
     "scale_both": lambda **sizes: DecayedViTMAEConfig(residual_form="scale_both", shortcut_decay=1.0, **sizes),
     "scale_branch": lambda **sizes: DecayedViTMAEConfig(residual_form="scale_branch", shortcut_decay=1.0, **sizes),
     "skips_and_latent": lambda **sizes: DecayedViTMAEConfig(decoder_input="latent", **sizes),
+    "two_deepest_skips": lambda **sizes: DecayedViTMAEConfig(encoder_decoder_skips=2, **sizes),
     "skips_and_norm": lambda **sizes: DecayedViTMAEConfig(final_norm=True, pooling="patch_mean", **sizes),
 }
 

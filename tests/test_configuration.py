@@ -81,6 +81,8 @@ WRONG = [
     ({"decoder_input": "image"}, "decoder_input.*got image"),
     ({"pooling": "max"}, "pooling.*got max"),
     ({"encoder_decoder_skips": "yes"}, "encoder_decoder_skips.*'yes'"),
+    ({"encoder_decoder_skips": 7}, "`encoder_decoder_skips` must be true, false or a number up to .* got 7"),
+    ({"encoder_decoder_skips": -1}, "`encoder_decoder_skips` must be .* got -1"),
     ({"num_hidden_layers": 5}, "`encoder_decoder_skips`.*even `num_hidden_layers`, got 5"),
     ({"encoder_decoder_skips": False}, "`decoder_input='positions'` needs `encoder_decoder_skips=True`"),
     ({"image_size": 33}, "`image_size` must be divisible by `patch_size`, got height 33 and patch height 8"),

@@ -136,7 +136,8 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
         return {"results": results, "curve": curve}
     model = DecayedViTMAEForPreTraining.from_pretrained(folder)
     pooling, layers = model.config.pooling, model.config.num_hidden_layers
-    features = [f"last.{pooling}", "last.cls", "last.mean"] + [f"{layer}.{pooling}" for layer in range(layers + 1)]
+    # Layers by the mean for all, so that presets can be compared.
+    features = [f"last.{pooling}", "last.cls", "last.mean"] + [f"{layer}.mean" for layer in range(layers + 1)]
     judging = [sys.executable, str(SCRIPTS / "evaluate.py"), str(folder), *data]
     judging += [
         "--features",
@@ -419,7 +420,7 @@ def save_layers(path: Path, by_name: dict[str, list[dict]]) -> None:
             means = [np.mean([record["evaluation"][layer][metric] for record in records]) for layer in layers]
             axis.plot([int(layer.split(".")[0]) for layer in layers], means, marker=".", label=name)
         axis.axhline(records[0]["evaluation"]["pixels"][metric], color="grey", linestyle=":", label="pixels")
-        axis.set(title=title, xlabel="encoder layer (0: embedding)")
+        axis.set(title=f"{title}, mean of tokens", xlabel="encoder layer (0: embedding)")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
     finish(figure, path)

@@ -96,9 +96,10 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
         residual_form (`str`, *optional*, defaults to `"decay"`):
             `decay` is `alpha * x + f(x)`; `scale_both` is `sqrt(0.5) * (x + f(x))` and `scale_branch` is
             `x + sqrt(0.5) * f(x)`, the paper's ablations, which need `shortcut_decay=1.0`.
-        encoder_decoder_skips (`bool`, *optional*, defaults to `True`):
+        encoder_decoder_skips (`bool` or `int`, *optional*, defaults to `True`):
             Connections from every other encoder layer, deepest first, to the decoder layers: as many as there are
-            pairs of encoder layers and decoder layers to receive them. Never decayed.
+            pairs of encoder layers and decoder layers to receive them. A number leaves out the shallowest: `2` keeps
+            those of the last layer and the last but two. Never decayed.
         decoder_input (`str`, *optional*, defaults to `"positions"`):
             `positions`: the decoder starts from its positions and sees the image through the skips only. `latent`: it
             starts from the projected encoder output and mask tokens, as in He et al.
@@ -127,7 +128,7 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
     shortcut_granularity: Literal["sublayer", "layer"] = "sublayer"
     shortcut_scope: Literal["both", "attention", "mlp"] = "both"
     residual_form: Literal["decay", "scale_both", "scale_branch"] = "decay"
-    encoder_decoder_skips: bool = True
+    encoder_decoder_skips: bool | int = True
     decoder_input: Literal["positions", "latent"] = "positions"
     zero_init_branches: bool = True
     final_norm: bool = False
@@ -179,7 +180,8 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
     @property
     def num_skips(self) -> int:
         """Encoder-decoder skips; layers that no decoder layer could receive give none, so no parameter goes unused."""
-        return min(self.num_hidden_layers // 2, self.decoder_num_hidden_layers) if self.encoder_decoder_skips else 0
+        most = min(self.num_hidden_layers // 2, self.decoder_num_hidden_layers)
+        return most if self.encoder_decoder_skips is True else int(self.encoder_decoder_skips)
 
     def shortcut_alphas(self) -> list[tuple[float, float]]:
         """`(attention_alpha, mlp_alpha)` of every encoder layer; for `learned` the values that training starts from."""
@@ -294,6 +296,12 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
             raise ValueError(
                 "`encoder_decoder_skips` takes every other layer and needs an even `num_hidden_layers`, "
                 f"got {self.num_hidden_layers}."
+            )
+        most = min(self.num_hidden_layers // 2, self.decoder_num_hidden_layers)
+        if not 0 <= self.num_skips <= most:
+            raise ValueError(
+                f"`encoder_decoder_skips` must be true, false or a number up to {most}, as many as there are pairs of "
+                f"encoder layers and decoder layers, got {self.encoder_decoder_skips}."
             )
         if self.decoder_input == "positions" and not self.encoder_decoder_skips:
             raise ValueError(
