@@ -22,28 +22,43 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
         raise ValueError(f"`kind` must be 'entropy', 'exponential' or 'rankme', got {kind!r}.")
     check_features("features", features)
     features = features.cpu() if features.device.type == "mps" else features  # which has no float64
-    # Sums in float64, products in the features' own precision, which is twice as fast.
+    # Products and sums of a block in the features' own precision, which is twice as fast; over blocks in float64.
     kept = torch.promote_types(features.dtype, torch.float32)
     blocks = features.split(BANK_BLOCK)
-    mean = sum(block.sum(dim=0, dtype=torch.float64) for block in blocks) / len(features)
-    energy = sum(torch.linalg.vector_norm(block, dtype=torch.float64) ** 2 for block in blocks)
+    mean = sum(block.to(kept).sum(dim=0).double() for block in blocks) / len(features)
     centre = torch.zeros_like(mean, dtype=kept) if kind == "rankme" else mean.to(kept)
     # The smaller of the two matrices has the same non-zero spectrum: dim x dim, or number x number for few samples.
     if features.shape[1] <= len(features):
-        gram = sum(((centred := block.to(kept) - centre).T @ centred).double() for block in blocks)
+        gram, left = 0.0, 0.0
+        for block in blocks:
+            centred = block.to(kept) - centre
+            gram = gram + upper_gram(centred).double()
+            left = left + centred.sum(dim=0).double()
+        if kind != "rankme":  # what the mean's rounding has left
+            gram = gram - torch.outer(left, left) / len(features)
     else:
-        centred = features.to(kept) - centre
-        gram = (centred @ centred.T).double()
-    spectrum = torch.linalg.eigvalsh(gram).clamp(min=0)
+        centred = features.double() - (0.0 if kind == "rankme" else features.double().mean(dim=0))
+        gram = centred @ centred.T
+    spectrum = torch.linalg.eigvalsh(gram, UPLO="U").clamp(min=0)
+    # Taking the mean off constant features leaves rounding, not zero.
+    if spectrum.sum() <= (8 * torch.finfo(kept).eps) ** 2 * len(features) * mean.square().sum():
+        return 0.0 if kind == "entropy" else 1.0
     if kind == "rankme":
         spectrum = spectrum.sqrt()
     total = spectrum.sum()
-    # Taking the mean off constant features leaves rounding, not zero.
-    if total <= 1e-24 * energy:
-        return 0.0 if kind == "entropy" else 1.0
     shares = spectrum / total
     entropy = torch.special.entr(shares).sum()
     return float(entropy if kind == "entropy" else entropy.exp())
+
+
+def upper_gram(features: torch.Tensor, width: int = 192) -> torch.Tensor:
+    """`features.T @ features` in its upper triangle, all that `eigvalsh` reads: little more than half of the products."""
+    dim = features.shape[1]
+    gram = features.new_zeros(dim, dim)
+    for start in range(0, dim, width):
+        strip = slice(start, start + width)
+        gram[strip, start:] = features[:, strip].T @ features[:, start:]
+    return gram
 
 
 def in_double(features: torch.Tensor) -> torch.Tensor:
