@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    """Serves `root/user/name/...` as the repository `user/name` with one commit on `main`; data sets likewise."""
+    """Serves `root/user/name/...` as the repository `user/name` with one commit on `main`; data sets and Spaces likewise."""
 
     def do_GET(self):
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
@@ -23,7 +23,7 @@ class HubHandler(BaseHTTPRequestHandler):
         elif parts[0] == "api":
             self.fail("EntryNotFound")
         else:
-            self.answer_file(parts[1:] if parts[0] == "datasets" else parts)
+            self.answer_file(parts[1:] if parts[0] in ("datasets", "spaces") else parts)
 
     do_HEAD = do_GET
 

@@ -1,5 +1,10 @@
 """Measurements against independent implementations."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +15,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from loopback_hub import serve
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
@@ -260,3 +266,35 @@ def test_evaluate_modules_give_the_functions_numbers(by, tmp_path, monkeypatch):
         kernel_distance(*tensors, num_subsets=3)[0]
     )
     assert tuple(load("precision_recall").compute(**generated).values()) == precision_recall(*tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_evaluate_modules_load_as_spaces(tmp_path):
+    """Where `evaluate.load("user/name")` looks for community metrics: a Space with the module's file."""
+    shutil.copytree(Path(hf_decayed.__file__).parent / "metrics", tmp_path / "hub" / "user")
+    program = """
+import evaluate, json, sys
+found = {}
+for name, inputs in json.loads(sys.argv[1]).items():
+    found.update(evaluate.load("user/" + name).compute(**inputs))
+print(json.dumps(found))
+"""
+    bank, queries = [[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], [[1.0, 0.2], [0.1, 1.0]]
+    labelled = {"predictions": queries, "references": [0, 0], "train_features": bank, "train_labels": [0, 0, 1, 1]}
+    inputs = {"knn_accuracy": {**labelled, "k": 1}, "effective_rank": {"data": bank}}
+    with serve(tmp_path / "hub") as server:
+        environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
+        result = subprocess.run(
+            [sys.executable, "-c", program, json.dumps(inputs)],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["knn_accuracy"] == 0.5 and found["effective_rank"] == pytest.approx(
+        effective_rank(torch.tensor(bank))
+    )
+    assert "user/knn_accuracy/resolve" in " ".join(server.downloads)
