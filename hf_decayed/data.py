@@ -18,6 +18,8 @@ from datasets import Image as ImageFeature
 from datasets.exceptions import DatasetsError
 from PIL import Image, ImageOps
 
+from .augmentation import rand_augment
+
 
 BUNDLED = "fashion_mnist_subset"
 DRAWS_BEFORE_NOISE = 24  # ten tries of (area, aspect ratio), place of the crop (two), flip, one to spare
@@ -27,9 +29,9 @@ class DataError(ValueError):
     """Something about the data that its owner has to mend, in one sentence."""
 
 
-def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Numbers that belong to one sample in one epoch, wherever and whenever they are drawn."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, index]))
+def sample_generator(seed: int, epoch: int, index: int, stream: int = 0) -> np.random.Generator:
+    """Numbers that belong to one sample in one epoch, wherever and whenever they are drawn; streams are independent."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, stream, index]))
 
 
 # Where images come from.
@@ -226,10 +228,12 @@ class Augmentation:
         seed: int,
         crop_scale: tuple[float, float] = (0.2, 1.0),
         horizontal_flip: bool = True,
+        rand_augment_magnitude: float = 0.0,
     ):
         self.image_size, self.num_channels, self.num_patches = tuple(image_size), num_channels, num_patches
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
         self.seed, self.crop_scale, self.horizontal_flip = seed, crop_scale, horizontal_flip
+        self.rand_augment_magnitude = rand_augment_magnitude  # 0: none
 
     def draw(self, keys: list[tuple[int, int]]) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
         """Draws for crops, flips, and mask noise, one row per `(epoch, index)`."""
@@ -242,7 +246,7 @@ class Augmentation:
         """A batch of images of one size, as bytes `(batch, channels, height, width)`, at once."""
         draws, flips, noise = self.draw(keys)
         boxes = torch.from_numpy(crop_boxes(draws, *images.shape[2:], self.crop_scale)).float()
-        return self.finish(crop_and_resize(images, boxes, flips, self.image_size), noise)
+        return self.finish(crop_and_resize(images, boxes, flips, self.image_size), noise, keys)
 
     def each(self, images: list[np.ndarray], keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         """Images of any size, `(height, width, channels)` bytes, one by one."""
@@ -256,10 +260,23 @@ class Augmentation:
             )
             resized = np.array(pillow, dtype=np.float32).reshape(*self.image_size, self.num_channels)
             pixels.append(torch.from_numpy(resized).flip(1) if flip else torch.from_numpy(resized))
-        return self.finish(torch.stack(pixels).permute(0, 3, 1, 2), noise)
+        return self.finish(torch.stack(pixels).permute(0, 3, 1, 2), noise, keys)
 
-    def finish(self, pixels: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
+    def finish(
+        self, pixels: torch.Tensor, noise: torch.Tensor, keys: list[tuple[int, int]]
+    ) -> dict[str, torch.Tensor]:
+        if self.rand_augment_magnitude > 0:
+            pixels = torch.stack([self.rand_augmented(image, *key) for image, key in zip(pixels, keys)])
         return {"pixel_values": (pixels / 255 - self.mean) / self.std, "noise": noise}
+
+    def rand_augmented(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+        """One image `(channels, height, width)` in [0, 255]; what comes in at its sides is the mean."""
+        draws = sample_generator(self.seed, epoch, index, stream=1)
+        as_bytes = pixels.round().to(torch.uint8).permute(1, 2, 0).numpy()
+        image = Image.fromarray(as_bytes.squeeze(2) if self.num_channels == 1 else as_bytes)
+        fill = tuple((255 * self.mean).round().int().flatten().tolist())
+        image = rand_augment(image, draws, self.rand_augment_magnitude, fill=fill[0] if len(fill) == 1 else fill)
+        return torch.from_numpy(np.array(image, dtype=np.float32).reshape(as_bytes.shape)).permute(2, 0, 1)
 
 
 class TrainingImages(torch.utils.data.Dataset):
@@ -389,59 +406,6 @@ def decode(record: dict, num_channels: int, index: int, on_bad_image: str = "sto
         raise DataError(
             f"The image {name} cannot be decoded ({error}); `--on_bad_image skip` passes over such images."
         ) from error
-
-
-def mixup_cutmix(
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    num_classes: int,
-    generator: np.random.Generator,
-    mixup: float = 0.8,
-    cutmix: float = 1.0,
-    label_smoothing: float = 0.1,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch blended with itself in reverse order, and its soft labels `(batch, num_classes)`.
-
-    Half of the batches are blended (Zhang et al., 2018), half have a box pasted in (Yun et al., 2019), each in a share
-    drawn from Beta(a, a) with a as given; 0 turns one off, and with both off only labels change.
-    """
-    targets = torch.full((len(labels), num_classes), label_smoothing / num_classes, device=images.device)
-    targets.scatter_(1, labels.unsqueeze(1), 1.0 - label_smoothing + label_smoothing / num_classes)
-    if mixup <= 0 and cutmix <= 0:
-        return images, targets
-    paste = cutmix > 0 and (mixup <= 0 or generator.random() < 0.5)
-    share = float(generator.beta(*[cutmix if paste else mixup] * 2))
-    if paste:
-        height, width = images.shape[2:]
-        box_height, box_width = int(height * math.sqrt(1 - share)), int(width * math.sqrt(1 - share))
-        centre_y, centre_x = generator.integers(height), generator.integers(width)
-        rows = slice(max(0, centre_y - box_height // 2), min(height, centre_y + box_height // 2))
-        columns = slice(max(0, centre_x - box_width // 2), min(width, centre_x + box_width // 2))
-        mixed = images.clone()
-        mixed[:, :, rows, columns] = images.flip(0)[:, :, rows, columns]
-        share = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
-    else:
-        mixed = share * images + (1 - share) * images.flip(0)
-    return mixed, share * targets + (1 - share) * targets.flip(0)
-
-
-def random_erasing(images: torch.Tensor, probability: float, generator: np.random.Generator) -> torch.Tensor:
-    """Noise in a random box of some of the images (Zhong et al., 2020): 2 to 33 per cent of the area."""
-    images = images.clone()
-    height, width = images.shape[2:]
-    for index in range(len(images)):
-        if generator.random() >= probability:
-            continue
-        area, ratio = (
-            height * width * generator.uniform(0.02, 1 / 3),
-            math.exp(generator.uniform(-1, 1) * math.log(3.3)),
-        )
-        box_height, box_width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < box_height < height and 0 < box_width < width:
-            top, left = generator.integers(height - box_height + 1), generator.integers(width - box_width + 1)
-            noise = generator.standard_normal((images.shape[1], box_height, box_width), dtype=np.float32)
-            images[index, :, top : top + box_height, left : left + box_width] = torch.from_numpy(noise).to(images)
-    return images
 
 
 def as_it_is(batch):

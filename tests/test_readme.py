@@ -116,9 +116,10 @@ def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
         assert "written to" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["models", "data", "training"])
+@pytest.mark.parametrize("name", ["models", "data", "training", "eval"])
 def test_benchmark_table_is_the_one_in_the_results(name):
-    shown = re.search(rf"<!-- benchmark {name} -->\n(.*?)\n<!-- end -->", README, re.DOTALL)[1]
+    page = (ROOT / "docs/speed.md").read_text()
+    shown = re.search(rf"<!-- benchmark {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
     assert shown == benchmark.render(json.loads((ROOT / f"model_cards/results/benchmark_{name}.json").read_text()))
 
 

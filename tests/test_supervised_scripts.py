@@ -16,18 +16,20 @@ import torch
 import yaml
 from conftest import TINY_SIZES, random_weights
 from datasets import load_dataset
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForImageClassification, DecayedViTMAEForPreTraining
-from hf_decayed.data import load_splits, mixup_cutmix, random_erasing
+from hf_decayed.augmentation import OPERATIONS, mixup_cutmix, operate, rand_augment, random_erasing
+from hf_decayed.data import Augmentation, load_splits
 from hf_decayed.optimization import layerwise_groups
 
 
 ROOT = Path(__file__).parents[1]
 SMALL_FINETUNE = ["--max_train_samples", 240, "--max_eval_samples", 200, "--batch_size", 24, "--num_train_epochs", 2]
 SMALL_FINETUNE += ["--checkpointing_steps", 7, "--ema_decay", 0.9, "--drop_path", 0.2, "--mixup", 0.8, "--cutmix", 1]
-SMALL_FINETUNE += ["--random_erasing", 0.25, "--log_every", 5]
+SMALL_FINETUNE += ["--rand_augment", 9, "--random_erasing", 0.25, "--log_every", 5]
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,56 @@ def test_mixing_keeps_the_share_of_each_class():
     assert seen == {1, 2}  # blended, and pasted
     _, targets = mixup_cutmix(images, labels, 4, draws, mixup=0, cutmix=0, label_smoothing=0.1)
     torch.testing.assert_close(targets[2], torch.tensor([0.025, 0.025, 0.925, 0.025]))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_every_operation_of_rand_augment(mode):
+    """Nothing happens at strength 0, something at 0.9, as a rule more; size and kind stay."""
+    pixels = np.random.default_rng(0).integers(0, 200, (24, 20, 3), dtype=np.uint8).repeat(2, 0).repeat(2, 1)
+    image = Image.fromarray(pixels).convert(mode)
+
+    def change(name, strength, sign=1):
+        after = operate(image, name, strength, sign * strength, fill=128 if mode == "L" else (10, 128, 250))
+        assert (after.size, after.mode) == (image.size, mode)
+        return np.abs(np.asarray(after, dtype=float) - np.asarray(image, dtype=float)).mean()
+
+    for name in OPERATIONS:
+        assert change(name, 0.9) > 1 or (mode, name) == ("L", "color"), name  # a grey image has no colour to lose
+        if name not in ("autocontrast", "equalize", "invert"):
+            assert change(name, 0) == 0, name
+            if not name.startswith(("rotate", "shear", "translate")):  # of noise, any move changes as much
+                assert change(name, 0.9) >= change(name, 0.4), name
+    for name in ("rotate", "translate_x", "shear_y", "brightness"):
+        assert change(name, 0.9, -1) > 1
+    moved = np.asarray(operate(image, "translate_y", 1.0, 1.0, fill=7 if mode == "L" else (7, 7, 7)))
+    by = round(0.45 * image.height)
+    assert (moved[-by + 1 :] == 7).all() and not (moved[:-by] == 7).all()
+
+
+def test_rand_augment_is_drawn_for_the_sample():
+    images = [Image.fromarray(np.full((8, 8, 3), 90, dtype=np.uint8)) for _ in range(400)]
+    changed = [np.asarray(rand_augment(image, np.random.default_rng(seed))) != 90 for seed, image in enumerate(images)]
+    assert 0.2 < np.mean([each.any() for each in changed]) < 0.7  # each of two operations half the time; some are idle
+    settings = {
+        "image_size": (16, 16),
+        "num_channels": 3,
+        "num_patches": 0,
+        "mean": [0.5] * 3,
+        "std": [0.2] * 3,
+        "seed": 3,
+    }
+    pixels = torch.randint(0, 255, (6, 3, 20, 20), dtype=torch.uint8)
+    keys = [(1, index) for index in range(6)]
+    plain, strong = Augmentation(**settings), Augmentation(**settings, rand_augment_magnitude=9.0)
+    together = strong.batch(pixels, keys)["pixel_values"]
+    for index in range(6):  # whatever the batch
+        alone = strong.batch(pixels[index : index + 1], keys[index : index + 1])["pixel_values"]
+        torch.testing.assert_close(alone[0], together[index])
+    without = plain.batch(pixels, keys)["pixel_values"]
+    differences = (together - without).abs().flatten(1).amax(1)
+    assert (differences < 0.02).any() and (
+        differences > 0.1
+    ).any()  # some left but for rounding, and all crops the same
 
 
 def test_erasing_and_dropping_branches():

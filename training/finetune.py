@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEForImageClassification
+from hf_decayed.augmentation import mixup_cutmix, random_erasing
 from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.data import (
     Augmentation,
@@ -34,8 +35,6 @@ from hf_decayed.data import (
     TrainingImages,
     as_it_is,
     evaluation_images,
-    mixup_cutmix,
-    random_erasing,
 )
 from hf_decayed.evaluation.features import fingerprint
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
@@ -78,6 +77,7 @@ def parse_arguments(arguments=None):
     augmentation = parser.add_argument_group("augmentation")
     augmentation.add_argument("--crop_scale", type=float, nargs=2, default=[0.08, 1.0])
     augmentation.add_argument("--horizontal_flip", type=boolean, default=True)
+    augmentation.add_argument("--rand_augment", type=float, default=9.0, help="RandAugment's magnitude; 0 for none")
     augmentation.add_argument("--mixup", type=float, default=0.8)
     augmentation.add_argument("--cutmix", type=float, default=1.0)
     augmentation.add_argument("--label_smoothing", type=float, default=0.1)
@@ -167,6 +167,7 @@ def main():
         seed=options.seed,
         crop_scale=tuple(options.crop_scale),
         horizontal_flip=options.horizontal_flip,
+        rand_augment_magnitude=options.rand_augment,
     )
     images = TrainingImages(
         train,
