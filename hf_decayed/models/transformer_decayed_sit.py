@@ -284,6 +284,11 @@ class DecayedSiTTransformer2DModel(ModelMixin, AttentionMixin, ConfigMixin, Cach
         check_choice("size", name, SIZES)
         return cls(**{**SIZES[name], "patch_size": int(patch_size or 2), **overrides})
 
+    @classmethod
+    def extract_init_dict(cls, config_dict, **kwargs):
+        # For diffusers' AutoModel; the model itself would warn of it as unexpected.
+        return super().extract_init_dict({k: v for k, v in config_dict.items() if k != "auto_map"}, **kwargs)
+
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """As the official code: gates, modulations and the prediction start at zero."""

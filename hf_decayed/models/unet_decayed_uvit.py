@@ -280,6 +280,11 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
         check_choice("size", size, SIZES)
         return cls(**{**SIZES[size], **overrides})
 
+    @classmethod
+    def extract_init_dict(cls, config_dict, **kwargs):
+        # For diffusers' AutoModel; the model itself would warn of it as unexpected.
+        return super().extract_init_dict({k: v for k, v in config_dict.items() if k != "auto_map"}, **kwargs)
+
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """As the official code; with `zero_init_branches` each branch starts silent."""
