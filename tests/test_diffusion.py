@@ -1,0 +1,499 @@
+"""U-ViT and SiT with decayed shortcuts, their pipelines and SiT's sampler: the formulas, by hand and on solvable cases."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMPipeline,
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+    ModelMixin,
+)
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from loopback_hub import serve
+from torch.nn import functional as F
+
+from hf_decayed.models import shortcut_decay, transformer_decayed_sit, unet_decayed_uvit
+from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
+from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
+from hf_decayed.pipelines.pipeline_decayed_sit import DecayedSiTPipeline
+from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
+from hf_decayed.pipelines.scheduling_sit_sde import SiTSDEScheduler
+
+
+SIZES = {"sample_size": 8, "in_channels": 3, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 4}
+MODELS = [DecayedUViT2DModel, DecayedSiTTransformer2DModel]
+
+
+def made(model_class, **arguments):
+    """With random weights everywhere, so that no branch is silent."""
+    model = model_class(**{**SIZES, "num_classes": 5, **arguments})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model.eval()
+
+
+@pytest.fixture
+def sample():
+    return torch.randn(3, 3, 8, 8)
+
+
+@pytest.fixture
+def labels():
+    return torch.tensor([0, 5, 2])
+
+
+@pytest.mark.parametrize("file", [unet_decayed_uvit, transformer_decayed_sit])
+def test_each_file_has_the_schedules_of_the_package(file):
+    schedules = itertools.product(
+        ("linear", "cosine", "constant"), ("sublayer", "layer"), ("both", "attention", "mlp")
+    )
+    for settings in schedules:
+        assert file.shortcut_alphas(7, 0.6, *settings) == shortcut_decay.layer_shortcut_factors(7, 0.6, *settings)
+        assert file.suggested_decay(13, *settings) == shortcut_decay.suggest_shortcut_decay(
+            13, schedule=settings[0], granularity=settings[1], scope=settings[2]
+        )
+
+
+def attend(x, weights, heads):
+    query, key, value = (
+        F.linear(x, weights[f"attn.to_{name}.weight"], weights.get(f"attn.to_{name}.bias")) for name in "qkv"
+    )
+    query, key, value = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (query, key, value))
+    scores = (query @ key.transpose(2, 3) / math.sqrt(query.shape[-1])).softmax(-1)
+    return F.linear(
+        (scores @ value).transpose(1, 2).flatten(2), weights["attn.to_out.0.weight"], weights["attn.to_out.0.bias"]
+    )
+
+
+def frequencies(time, dim):
+    angles = time[:, None] * torch.exp(-math.log(10000) * torch.arange(dim // 2) / (dim // 2))
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def part(state, prefix):
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("time_embedding_mlp", [False, True])
+@pytest.mark.parametrize("time_input, factor, offset", [("timestep", 1, 0), ("continuous", 0.999, 1)])
+def test_uvit_by_hand(time_embedding_mlp, time_input, factor, offset, sample, labels):
+    """From its weights alone: tokens, blocks with weighted shortcuts, skips, patches put back."""
+    model = made(DecayedUViT2DModel, shortcut_decay=0.6, time_embedding_mlp=time_embedding_mlp, time_input=time_input)
+    w, times = model.state_dict(), torch.tensor([3.0, 500.0, 999.0])
+    x = F.conv2d(sample, w["patch_embedding.weight"], w["patch_embedding.bias"], stride=2).flatten(2).mT
+    time = frequencies((times + offset) * factor, 32)
+    if time_embedding_mlp:
+        time = F.linear(time, w["time_mlp.0.weight"], w["time_mlp.0.bias"])
+        time = F.linear(F.silu(time), w["time_mlp.2.weight"], w["time_mlp.2.bias"])
+    x = torch.cat([w["class_embedding.weight"][labels][:, None], time[:, None], x], 1) + w["position_embedding"]
+    alphas, kept = np.linspace(1, 0.6, 10).reshape(5, 2), []
+    for number, name in enumerate(["in_blocks.0.", "in_blocks.1.", "mid_block.", "out_blocks.0.", "out_blocks.1."]):
+        block = part(w, name)
+        if number > 2:
+            x = F.linear(torch.cat([x, kept.pop()], 2), block["skip_projection.weight"], block["skip_projection.bias"])
+        normed = F.layer_norm(x, (32,), block["norm1.weight"], block["norm1.bias"])
+        x = alphas[number][0] * x + attend(normed, block, 4)
+        normed = F.layer_norm(x, (32,), block["norm2.weight"], block["norm2.bias"])
+        inner = F.gelu(F.linear(normed, block["fc1.weight"], block["fc1.bias"]))
+        x = alphas[number][1] * x + F.linear(inner, block["fc2.weight"], block["fc2.bias"])
+        if number < 2:
+            kept.append(x)
+    x = F.linear(F.layer_norm(x, (32,), w["norm_out.weight"], w["norm_out.bias"]), *part(w, "proj_out.").values())
+    image = x[:, 2:].reshape(3, 4, 4, 2, 2, 3).permute(0, 5, 1, 3, 2, 4).reshape(3, 3, 8, 8)
+    expected = F.conv2d(image, w["conv_out.weight"], w["conv_out.bias"], padding=1)
+    with torch.no_grad():
+        torch.testing.assert_close(model(sample, times, labels).sample, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_sit_by_hand(skips, sample, labels):
+    model = made(DecayedSiTTransformer2DModel, shortcut_decay=0.8, encoder_decoder_skips=skips, learned_sigma=True)
+    w, times = model.state_dict(), torch.tensor([0.1, 0.5, 1.0])
+    x = F.conv2d(sample, w["patch_embedding.weight"], w["patch_embedding.bias"], stride=2).flatten(2).mT
+    x = x + w["position_embedding"]
+    time = F.linear(frequencies(times, 256), w["time_mlp.0.weight"], w["time_mlp.0.bias"])
+    time = F.linear(F.silu(time), w["time_mlp.2.weight"], w["time_mlp.2.bias"])
+    condition = F.silu(time + w["class_embedding.weight"][labels])
+    alphas, kept = np.linspace(1, 0.8, 8).reshape(4, 2), []
+    for number in range(4):
+        block = part(w, f"transformer_blocks.{number}.")
+        if skips and number > 1:
+            x = x + F.linear(kept.pop(), block["skip_projection.weight"], block["skip_projection.bias"])
+        modulation = F.linear(condition, block["modulation.weight"], block["modulation.bias"])
+        shift, scale, gate, shift2, scale2, gate2 = modulation[:, None].chunk(6, 2)
+        x = alphas[number][0] * x + gate * attend(F.layer_norm(x, (32,), eps=1e-6) * (1 + scale) + shift, block, 4)
+        inner = F.layer_norm(x, (32,), eps=1e-6) * (1 + scale2) + shift2
+        inner = F.gelu(F.linear(inner, block["fc1.weight"], block["fc1.bias"]), approximate="tanh")
+        x = alphas[number][1] * x + gate2 * F.linear(inner, block["fc2.weight"], block["fc2.bias"])
+        kept.append(x) if number < 2 else None
+    shift, scale = F.linear(condition, *part(w, "modulation_out.").values())[:, None].chunk(2, 2)
+    x = F.linear(F.layer_norm(x, (32,), eps=1e-6) * (1 + scale) + shift, *part(w, "proj_out.").values())
+    # Twice the channels, of which the second half is not returned.
+    expected = x.reshape(3, 4, 4, 2, 2, 6).permute(0, 5, 1, 3, 2, 4).reshape(3, 6, 8, 8)[:, :3]
+    with torch.no_grad():
+        torch.testing.assert_close(model(sample, times, labels).sample, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_positions_of_sit():
+    """Columns first, then rows, each as sines and cosines: what the official weights were trained with."""
+    table = (
+        DecayedSiTTransformer2DModel(**{**SIZES, "sample_size": (8, 12)}).position_embedding[0].unflatten(0, (4, 6))
+    )
+    omega = 10000 ** -(np.arange(8) / 8)
+    expected = np.concatenate([np.sin(5 * omega), np.cos(5 * omega), np.sin(2 * omega), np.cos(2 * omega)])
+    np.testing.assert_allclose(table[2, 5].numpy(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_class", MODELS)
+class TestBoth:
+    def test_saved_and_loaded(self, model_class, sample, labels, tmp_path):
+        model = made(model_class, shortcut_decay="auto")
+        assert model.effective_decay() == pytest.approx(3e-3, rel=1e-3)
+        model.save_pretrained(tmp_path)
+        assert isinstance(json.loads((tmp_path / "config.json").read_text())["shortcut_decay"], float)
+        again = model_class.from_pretrained(tmp_path)
+        with torch.no_grad():
+            assert torch.equal(again(sample, 0.5, labels).sample, model(sample, 0.5, labels).sample)
+
+    def test_checkpointing_changes_no_gradient(self, model_class, sample, labels):
+        model = made(model_class).train()
+        gradients = []
+        for checkpointing in (False, True):
+            (model.enable_gradient_checkpointing if checkpointing else model.disable_gradient_checkpointing)()
+            model.zero_grad()
+            model(sample, 0.5, labels).sample.square().mean().backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            assert all(gradient.any() for gradient in gradients[-1])
+        for with_, without in zip(*gradients):
+            torch.testing.assert_close(with_, without)
+
+    def test_kernels_and_fused_projections(self, model_class, sample, labels):
+        model = made(model_class)
+        with torch.no_grad():
+            expected = model(sample, 0.5, labels).sample
+            model.set_attention_backend("_native_math")
+            torch.testing.assert_close(model(sample, 0.5, labels).sample, expected, rtol=1e-4, atol=1e-5)
+            model.fuse_qkv_projections()
+            torch.testing.assert_close(model(sample, 0.5, labels).sample, expected, rtol=1e-4, atol=1e-5)
+        assert len(model.attn_processors) == (5 if model_class is DecayedUViT2DModel else 4)
+
+    def test_other_sizes_and_hidden_states(self, model_class):
+        model = made(model_class, num_classes=0)
+        outputs = model(torch.randn(2, 3, 12, 6), 0.5, output_hidden_states=True)
+        assert outputs.sample.shape == (2, 3, 12, 6)
+        assert len(outputs.hidden_states) == (5 if model_class is DecayedUViT2DModel else 4)
+        assert outputs.hidden_states[0].shape == (2, 18, 32)
+        assert model(torch.randn(2, 3, 8, 8), torch.tensor([0.1, 0.2]), return_dict=False)[0].shape == (2, 3, 8, 8)
+
+    def test_no_labels_are_the_null_class(self, model_class, sample):
+        model = made(model_class)
+        with torch.no_grad():
+            assert torch.equal(model(sample, 0.5).sample, model(sample, 0.5, torch.full((3,), 5)).sample)
+
+    def test_learned_alphas(self, model_class, sample, labels):
+        model = model_class(**SIZES, num_classes=5, shortcut_schedule="learned")
+        names = [name for name, _ in model.named_parameters() if name.endswith("_alpha")]
+        assert len(names) == 2 * len([m for m in model.modules() if hasattr(m, "attention_alpha")])
+        assert model.effective_decay() == 1.0
+        made(model_class, shortcut_schedule="learned")(sample, 0.5, labels)
+
+    @pytest.mark.parametrize(
+        "arguments, said",
+        [
+            ({"sample_size": 7}, "`sample_size` must be divisible by `patch_size`, got 7 x 7 and 2"),
+            ({"num_attention_heads": 5}, "`hidden_size` must be divisible"),
+            ({"num_layers": 3}, "even"),
+            ({"shortcut_decay": 1.5}, "`shortcut_decay` must be 'auto' or lie in"),
+            ({"shortcut_decay": "much"}, "`shortcut_decay` must be 'auto' or lie in"),
+            (
+                {"shortcut_schedule": "quadratic"},
+                "`shortcut_schedule` must be one of linear, cosine, constant, learned",
+            ),
+        ],
+    )
+    def test_bad_arguments(self, model_class, arguments, said):
+        with pytest.raises(ValueError, match=said):
+            model_class(**{**SIZES, **arguments})
+
+    def test_bad_inputs(self, model_class, sample):
+        model = made(model_class)
+        for inputs, said in (
+            ((sample[:, :1], 1), "3 channels, got 1"),
+            ((sample[:, :, :7], 1), "divisible by `patch_size`, got 7 x 8 and 2"),
+            ((sample, 1, torch.tensor([0, 1, 6])), r"must lie in \[0, 5\].*got 6"),
+            ((sample, 1, torch.tensor([0, -1, 2])), "got -1"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                model(*inputs)
+        with pytest.raises(ValueError, match="without classes"):
+            made(model_class, num_classes=0)(sample, 1, torch.tensor([0, 1, 2]))
+
+
+def test_sizes_by_name():
+    with torch.device("meta"):
+        latent = {"in_channels": 4, "num_classes": 1000}
+        sizes = [DecayedUViT2DModel.from_size(name) for name in ("S", "S-deep")]
+        sizes += [DecayedUViT2DModel.from_size(name, **latent) for name in ("M", "L", "H")]
+        sit = DecayedSiTTransformer2DModel.from_size("XL/4", encoder_decoder_skips=False, learned_sigma=True)
+    # Millions, as U-ViT's paper has them.
+    assert [round(model.num_parameters() / 1e6) for model in sizes] == [44, 58, 131, 287, 501]
+    assert sit.config.patch_size == 4 and round(sit.num_parameters() / 1e6) == 675
+    with pytest.raises(ValueError, match="`size` must be one of S, B, L, XL, got 'M'"):
+        DecayedSiTTransformer2DModel.from_size("M/2")
+
+
+def test_at_the_start_only_shortcuts_speak(sample):
+    """With silent branches, what comes out of the first half is the embedding times the alphas up to there."""
+    model = DecayedUViT2DModel(**SIZES, shortcut_decay=0.5)
+    alphas = model.shortcut_alphas if hasattr(model, "shortcut_alphas") else np.linspace(1, 0.5, 10)
+    first, second = model(sample, 3, output_hidden_states=True).hidden_states[:2]
+    torch.testing.assert_close(second, first * float(alphas[2] * alphas[3]))
+
+
+@pytest.mark.parametrize("pipeline, scheduler", [(DDPMPipeline, DDPMScheduler), (DDIMPipeline, DDIMScheduler)])
+def test_stock_pipelines_take_the_uvit(pipeline, scheduler):
+    sampler = pipeline(made(DecayedUViT2DModel, num_classes=0), scheduler())
+    sampler.set_progress_bar_config(disable=True)
+    assert sampler(batch_size=2, num_inference_steps=2).images[1].size == (8, 8)
+
+
+# Pipelines, with networks whose answer is known: data of class c is normal with mean c and deviation 0.4.
+
+
+class Known(ModelMixin, ConfigMixin):
+    @register_to_config
+    def __init__(self, sample_size=16, in_channels=2, num_classes=3, kind="noise", broken=False):
+        super().__init__()
+        self.anything = torch.nn.Parameter(torch.zeros(1))
+        self.calls = []
+
+    def forward(self, sample, timestep, class_labels=None):
+        self.calls.append((len(sample), float(timestep)))
+        labels = torch.full((len(sample),), self.config.num_classes) if class_labels is None else class_labels
+        # The null class stands for data with mean 0.
+        means = torch.where(labels == self.config.num_classes, 0, labels).float().view(-1, 1, 1, 1)
+        if self.config.kind == "noise":
+            level = DPMSolverMultistepScheduler().alphas_cumprod[int(timestep)]
+            signal, noise = level.sqrt(), (1 - level).sqrt()
+        else:
+            signal, noise = timestep, 1 - timestep
+        rest = (sample - signal * means) / (signal**2 * 0.16 + noise**2)
+        noise_in_it, data_in_it = noise * rest, means + signal * 0.16 * rest
+        answer = noise_in_it if self.config.kind == "noise" else data_in_it - noise_in_it
+        return type("Output", (), {"sample": answer * (math.nan if self.config.broken else 1)})
+
+
+def known_pipeline(kind, scheduler, **arguments):
+    names = {0: "naught", 1: "one", 2: "two"} if arguments.get("num_classes", 3) else None
+    pipeline_class = DecayedUViTPipeline if kind == "noise" else DecayedSiTPipeline
+    pipeline = pipeline_class(Known(kind=kind, **arguments), scheduler, id2label=names)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+SAMPLERS = {
+    "uvit, DPM-Solver++": ("noise", DPMSolverMultistepScheduler, {}, 50, 0.02),
+    "uvit, DDIM": ("noise", DDIMScheduler, {"clip_sample": False}, 100, 0.05),
+    "sit, Euler": ("flow", FlowMatchEulerDiscreteScheduler, {}, 50, 0.02),
+    "sit, Heun": ("flow", FlowMatchHeunDiscreteScheduler, {}, 20, 0.02),
+    "sit, DPM-Solver++": (
+        "flow",
+        DPMSolverMultistepScheduler,
+        {"prediction_type": "flow_prediction", "use_flow_sigmas": True},
+        30,
+        0.02,
+    ),
+    "sit, SDE": ("flow", SiTSDEScheduler, {}, 250, 0.02),
+    "sit, SDE, decreasing": ("flow", SiTSDEScheduler, {"diffusion": "decreasing"}, 250, 0.02),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samples_have_the_mean_and_deviation_of_the_data(name):
+    kind, scheduler, arguments, steps, tolerance = SAMPLERS[name]
+    pipeline = known_pipeline(kind, scheduler(**arguments))
+    seeds = torch.Generator().manual_seed(0)
+    images = pipeline(
+        ["two", 1],
+        num_images_per_label=8,
+        num_inference_steps=steps,
+        generator=seeds,
+        output_type="latent",
+    ).images
+    assert images.shape == (16, 2, 16, 16)
+    for part_, mean in ((images[:8], 2), (images[8:], 1)):
+        assert part_.mean() == pytest.approx(mean, abs=tolerance)
+        assert part_.std() == pytest.approx(0.4, abs=tolerance)
+    # Twice as many with Heun's method but for the last step, as it must be.
+    network = pipeline.unet if kind == "noise" else pipeline.transformer
+    assert len(network.calls) == (2 * steps - 1 if "Heun" in name else steps)
+
+
+@pytest.mark.parametrize("kind, scheduler", [("noise", DDIMScheduler(clip_sample=False)), ("flow", None)])
+def test_guidance(kind, scheduler):
+    """Between two normal distributions of one deviation, guidance by s moves the mean to s times the class's."""
+    pipeline = known_pipeline(kind, scheduler or FlowMatchEulerDiscreteScheduler())
+    network = pipeline.unet if kind == "noise" else pipeline.transformer
+    settings = {"num_images_per_label": 4, "num_inference_steps": 50, "output_type": "latent"}
+    settings["generator"] = torch.Generator().manual_seed(0)
+    strong = pipeline(2, guidance_scale=1.5, **settings).images
+    assert strong.mean() == pytest.approx(3, abs=0.05) and {count for count, _ in network.calls} == {8}
+    network.calls.clear()
+    partly = pipeline(2, guidance_scale=1.5, guidance_interval=(0.21, 0.61), **settings).images
+    assert 2.1 < partly.mean() < 2.9
+    time = [t / 1000 if kind == "noise" else 1 - t for _, t in network.calls]
+    assert [count for count, _ in network.calls] == [8 if 0.21 <= t <= 0.61 else 4 for t in time]
+
+
+def test_generators_for_each_image_do_not_depend_on_the_batch():
+    pipeline = known_pipeline("flow", SiTSDEScheduler())
+    both = pipeline(
+        [0, 2],
+        num_inference_steps=5,
+        output_type="pt",
+        generator=[torch.Generator().manual_seed(seed) for seed in (3, 4)],
+    ).images
+    alone = pipeline(2, num_inference_steps=5, output_type="pt", generator=[torch.Generator().manual_seed(4)]).images
+    torch.testing.assert_close(both[1], alone[0])
+
+
+def test_callbacks_and_given_noise():
+    pipeline = known_pipeline("noise", DPMSolverMultistepScheduler())
+    seen = []
+
+    def stop_the_noise(pipeline, step, timestep, tensors):
+        seen.append(step)
+        return {"latents": torch.zeros_like(tensors["latents"])} if step == 3 else tensors
+
+    images = pipeline(
+        latents=torch.ones(2, 2, 16, 16), batch_size=2, num_inference_steps=4, callback_on_step_end=stop_the_noise
+    ).images
+    assert seen == [0, 1, 2, 3] and len(images) == 2
+
+
+def test_what_a_pipeline_refuses():
+    pipeline = known_pipeline("noise", DPMSolverMultistepScheduler())
+    for arguments, said in (
+        ({"class_labels": 3}, r"must lie in \[0, 3\), got 3"),
+        ({"class_labels": ["three"]}, "no class 'three'; there are naught, one, two"),
+        ({"guidance_scale": 2.0}, "needs `class_labels`"),
+        ({"latents": torch.zeros(1, 2, 8, 8)}, "`latents` must have shape"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pipeline(**arguments)
+    with pytest.raises(ValueError, match="without classes"):
+        known_pipeline("noise", DPMSolverMultistepScheduler(), num_classes=0)(1)
+    for kind, scheduler, said in (
+        ("noise", DPMSolverMultistepScheduler(prediction_type="v_prediction"), "predicts 'epsilon'.*'v_prediction'"),
+        ("noise", FlowMatchEulerDiscreteScheduler(), "predicts 'epsilon'"),
+        ("flow", DPMSolverMultistepScheduler(), "velocity of a flow.*'epsilon'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            known_pipeline(kind, scheduler)()
+    with pytest.raises(ValueError, match="NaN or infinity, so there are no images"):
+        known_pipeline("noise", DPMSolverMultistepScheduler(), broken=True)(num_inference_steps=2)
+
+
+CLEAN_PROCESS = """
+import importlib.abc, json, sys
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "hf_decayed":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Block())
+import torch
+from diffusers import AutoModel, DiffusionPipeline
+pipeline = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
+pipeline.set_progress_bar_config(disable=True)
+images = pipeline(["one", 0], guidance_scale=1.4, num_inference_steps=3, output_type="pt",
+                  generator=torch.Generator().manual_seed(0)).images
+names = [type(pipeline).__name__, type(pipeline.scheduler).__name__]
+if len(sys.argv) > 2:
+    pipeline.save_pretrained(sys.argv[2])
+    names.append(type(AutoModel.from_pretrained(sys.argv[1], subfolder=sys.argv[3], trust_remote_code=True)).__name__)
+print(json.dumps([names, images.double().sum().item()]))
+"""
+
+
+def in_clean_process(source, *arguments, **environment):
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CLEAN_PROCESS, str(source), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": "", **environment},
+        capture_output=True,
+        text=True,
+        cwd="/",
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "not expected" not in result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def saved_pipeline(kind, folder):
+    torch.manual_seed(1)
+    vae = AutoencoderKL(
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        latent_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
+    names = {0: "naught", 1: "one"}
+    if kind == "uvit":
+        pipeline = DecayedUViTPipeline(
+            made(DecayedUViT2DModel), DPMSolverMultistepScheduler(), vae, id2label=names, latent_scale=0.5
+        )
+    else:
+        pipeline = DecayedSiTPipeline(made(DecayedSiTTransformer2DModel), SiTSDEScheduler(), id2label=names)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    images = pipeline(
+        ["one", 0], guidance_scale=1.4, num_inference_steps=3, output_type="pt", generator=generator
+    ).images
+    return images.double().sum().item()
+
+
+@pytest.mark.parametrize(
+    "kind, component", [("uvit", "unet"), pytest.param("sit", "transformer", marks=pytest.mark.slow)]
+)
+def test_a_saved_pipeline_loads_where_the_package_is_not(kind, component, tmp_path):
+    expected = saved_pipeline(kind, tmp_path / "model")
+    names, found = in_clean_process(tmp_path / "model", tmp_path / "again", component)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert (
+        names
+        == {
+            "uvit": ["DecayedUViTPipeline", "DPMSolverMultistepScheduler", "DecayedUViT2DModel"],
+            "sit": ["DecayedSiTPipeline", "SiTSDEScheduler", "DecayedSiTTransformer2DModel"],
+        }[kind]
+    )
+    # What a clean process saves loads again, code and all.
+    assert in_clean_process(tmp_path / "again")[1] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["uvit", "sit"])
+def test_a_saved_pipeline_loads_over_http(kind, tmp_path):
+    expected = saved_pipeline(kind, tmp_path / "hub" / "user" / "name")
+    with serve(tmp_path / "hub") as server:
+        found = in_clean_process(
+            "user/name", HF_ENDPOINT=server.url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "cache")
+        )
+    assert found[1] == pytest.approx(expected, rel=1e-5)
