@@ -35,11 +35,14 @@ def add_convert(commands):
         "fb-mae": "facebookresearch/mae, pretraining or fine-tuning, one file",
         "vit-mae": "transformers' ViTMAE, a folder",
         "decayed-mae": "a folder of ours at the plain preset, back to ViTMAE",
+        "uvit": "baofff/U-ViT, one file; becomes a pipeline",
+        "sit": "willisma/SiT, one file; becomes a pipeline",
+        "released-sit": "the authors' decayed SiT, one file; becomes a pipeline",
     }
     parser = commands.add_parser(
         "convert",
         help="turn another checkpoint into ours, exactly",
-        description="Turns another checkpoint into a folder that AutoModel loads. Kinds:\n"
+        description="Turns another checkpoint into a folder that AutoModel or DiffusionPipeline loads. Kinds:\n"
         + "\n".join(f"  {kind:13} {text}" for kind, text in kinds.items()),
         epilog="example:\n  hf-decayed convert --from released-mae --checkpoint checkpoint-799.pth --output decayed-mae-base "
         "--set shortcut_decay=0.6 --set norm_pix_loss=true",

@@ -1,4 +1,4 @@
-"""Other people's masked-autoencoder checkpoints -> ours, exactly, and the plain preset back to transformers' ViTMAE."""
+"""Other people's checkpoints -> ours, exactly, and the plain preset back to transformers' ViTMAE."""
 
 import argparse
 import dataclasses
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
+from .conversion_diffusion import DIFFUSION_KINDS, fields_of, from_diffusion
 from .models.configuration_decayed_vit_mae import PLAIN, DecayedViTMAEConfig, as_pair
 from .models.modeling_decayed_vit_mae import (
     VIT_MAE_KEY_MAPPING,
@@ -35,6 +36,7 @@ KINDS = {
     "fb-mae": ("facebookresearch/mae, pretraining or fine-tuning", "cc-by-nc-4.0"),
     "vit-mae": ("a folder of transformers' ViTMAE, old or new names", None),
     "decayed-mae": ("a folder of this package at the plain preset; becomes transformers' ViTMAE", None),
+    **DIFFUSION_KINDS,
 }
 
 # timm's names, which both MAE code bases use -> ours. Fused matrices are split afterwards.
@@ -80,6 +82,8 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
     if output.exists() and (output.is_file() or any(output.iterdir())):
         raise ConversionError(f"The output '{output}' exists already; name a new folder.")
     known = {field.name for field in dataclasses.fields(DecayedViTMAEConfig)} | {"num_labels", "id2label", "label2id"}
+    if kind in DIFFUSION_KINDS:
+        known = fields_of(kind)
     for name in set(fields) - known:
         nearest = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean '{nearest[0]}'?" if nearest else "."
@@ -92,6 +96,15 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
         model = to_vit_mae(load_decayed(checkpoint))
     elif kind == "vit-mae":
         model = from_vit_mae(checkpoint, fields)
+    elif kind in DIFFUSION_KINDS:
+        # SiT's training keeps an average of the weights, which is what it samples from.
+        weights, _ = read_weights(checkpoint, wrappers=("ema", "model", "state_dict"))
+        try:
+            model, notes = from_diffusion(kind, weights, fields, fill)
+        except ConversionError:
+            raise
+        except ValueError as error:
+            raise ConversionError(str(error)) from error
     else:
         model, notes = from_timm_names(kind, *read_weights(checkpoint), fields)
     if fields:
@@ -116,8 +129,8 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
     return "\n".join([f"{type(model).__name__} written to {output}", f"Licence of the weights: {licence}.", *notes])
 
 
-def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    """State dict of a checkpoint file, and the training arguments if it holds them."""
+def read_weights(path: Path, wrappers=("model", "state_dict")) -> tuple[dict[str, torch.Tensor], dict]:
+    """State dict of a checkpoint file, under one of `wrappers` or as a whole, and the training arguments if it has them."""
     if path.is_dir():
         raise ConversionError(f"'{path}' is a folder; this kind of checkpoint is one file.")
     try:
@@ -133,11 +146,11 @@ def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
             f"'{path.name}' is damaged, or holds Python objects, which are not loaded: {reason}"
         ) from error
     weights = contents if isinstance(contents, dict) else {}
-    for wrapper in ("model", "state_dict"):
+    for wrapper in wrappers:
         weights = weights[wrapper] if isinstance(weights.get(wrapper), dict) else weights
     if not weights or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in weights.items()):
         raise ConversionError(
-            f"'{path.name}' holds no state dict, neither as a whole nor under 'model' or 'state_dict'."
+            f"'{path.name}' holds no state dict, neither as a whole nor under {' or '.join(map(repr, wrappers))}."
         )
     weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in weights.items()}
     arguments = contents.get("args") or {}
@@ -358,8 +371,11 @@ def model_card(kind: str, checkpoint: Path, model: PreTrainedModel, licence: str
     files = [checkpoint] if checkpoint.is_file() else weight_files(checkpoint)
     sources = [f"- `{file.name}`, SHA-256 `{hashlib.sha256(file.read_bytes()).hexdigest()}`" for file in files]
     metadata = [f"license: {licence}"] if licence != "unknown" else []
+    family = ["library_name: transformers", "tags:", "- masked-autoencoder"]
+    if kind in DIFFUSION_KINDS:
+        family = ["library_name: diffusers", "pipeline_tag: unconditional-image-generation", "tags:"]
     lines = [
-        *["---", *metadata, "library_name: transformers", "tags:", "- masked-autoencoder", "- hf_decayed", "---", ""],
+        *["---", *metadata, *family, "- hf_decayed", "---", ""],
         *[f"# {type(model).__name__}, converted", ""],
         *[f"The weights are those of {KINDS[kind][0]}:", "", *sources, ""],
         *[line for note in notes for line in (note, "")],

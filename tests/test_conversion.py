@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import TINY_SIZES, random_weights
+from diffusers import DiffusionPipeline
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -20,6 +21,8 @@ from hf_decayed import (
 from hf_decayed.cli import main
 from hf_decayed.conversion import ConversionError, convert, to_vit_mae
 from hf_decayed.models.modeling_decayed_vit_mae import sincos_positions
+from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
+from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 
 
 WIDTH, DECODER_WIDTH, PATCH, GRID, HEADS, DECODER_HEADS = 32, 24, 8, 4, 4, 4
@@ -438,3 +441,126 @@ def test_help(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["convert", "--from", "keras", "--checkpoint", "x", "--output", "y"])
     assert stopped.value.code == 2 and "invalid choice" in capsys.readouterr().err
+
+
+# Diffusion: weights under the official names, written out from a model of ours, must come back as that model.
+
+
+def fused(state, prefix):
+    names = [name for name in ("weight", "bias") if f"{prefix}to_q.{name}" in state]
+    return {f"qkv.{name}": torch.cat([state[f"{prefix}to_{letter}.{name}"] for letter in "qkv"]) for name in names}
+
+
+def official_block(state, prefix, skip_name):
+    names = {"norm1": "norm1", "norm2": "norm2", "fc1": "mlp.fc1", "fc2": "mlp.fc2", "attn.to_out.0": "attn.proj"}
+    names |= {"modulation": "adaLN_modulation.1", "skip_projection": skip_name}
+    block = {f"attn.{name}": tensor for name, tensor in fused(state, f"{prefix}attn.").items()}
+    for ours, theirs in names.items():
+        for name in ("weight", "bias"):
+            if f"{prefix}{ours}.{name}" in state:
+                block[f"{theirs}.{name}"] = state[f"{prefix}{ours}.{name}"]
+    return block
+
+
+def uvit_weights(**arguments):
+    sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 4, "shortcut_decay": 1.0}
+    model = random_weights(DecayedUViT2DModel(**{**sizes, **arguments})).eval()
+    state, weights = model.state_dict(), {}
+    outer = {"patch_embedding": "patch_embed.proj", "time_mlp.0": "time_embed.0", "time_mlp.2": "time_embed.2"}
+    outer |= {
+        "class_embedding": "label_emb",
+        "norm_out": "norm",
+        "proj_out": "decoder_pred",
+        "conv_out": "final_layer",
+    }
+    for ours, theirs in outer.items():
+        weights |= {f"{theirs}.{n}": state[f"{ours}.{n}"] for n in ("weight", "bias") if f"{ours}.{n}" in state}
+    weights["pos_embed"] = state["position_embedding"]
+    for block in ("in_blocks.0.", "in_blocks.1.", "mid_block.", "out_blocks.0.", "out_blocks.1."):
+        weights |= {block + name: tensor for name, tensor in official_block(state, block, "skip_linear").items()}
+    return model, weights
+
+
+def sit_weights(released, **arguments):
+    sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 4, "num_classes": 6}
+    variant = {"encoder_decoder_skips": released, "shortcut_decay": 0.8 if released else 1.0}
+    model = random_weights(DecayedSiTTransformer2DModel(**{**sizes, **variant, **arguments})).eval()
+    state, weights = model.state_dict(), {}
+    outer = {"patch_embedding": "x_embedder.proj", "time_mlp.0": "t_embedder.mlp.0", "time_mlp.2": "t_embedder.mlp.2"}
+    outer |= {"class_embedding": "y_embedder.embedding_table", "proj_out": "final_layer.linear"}
+    outer |= {"modulation_out": "final_layer.adaLN_modulation.1"}
+    for ours, theirs in outer.items():
+        weights |= {f"{theirs}.{n}": state[f"{ours}.{n}"] for n in ("weight", "bias") if f"{ours}.{n}" in state}
+    weights["pos_embed"] = state["position_embedding"]
+    for number in range(4):
+        place = f"blocks.{number}." if not released else f"{('enc', 'dec')[number // 2]}_blocks.{number % 2}."
+        block = official_block(state, f"transformer_blocks.{number}.", "skip")
+        weights |= {place + name: tensor for name, tensor in block.items()}
+    return model, weights
+
+
+@pytest.mark.parametrize(
+    "arguments, fields",
+    [
+        ({"in_channels": 3}, {}),
+        ({"in_channels": 4, "num_classes": 6, "time_embedding_mlp": True, "qkv_bias": True}, {}),
+        ({"in_channels": 4, "num_classes": 6, "final_conv": False}, {"shortcut_decay": 0.9}),
+    ],
+)
+def test_uvit_comes_back(arguments, fields, tmp_path):
+    model, weights = uvit_weights(**arguments, **fields)
+    torch.save(weights, tmp_path / "nnet_ema.pth")
+    summary = convert("uvit", tmp_path / "nnet_ema.pth", tmp_path / "out", {"num_attention_heads": 4, **fields})
+    assert "DecayedUViTPipeline written" in summary and "Licence of the weights: mit." in summary
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    config = pipeline.unet.config
+    latent = arguments["in_channels"] == 4
+    assert config.time_input == ("timestep_plus_one" if latent else "continuous")
+    assert pipeline.config.latent_scale == (0.18215 if latent else None) and ("VAE" in summary) == latent
+    model.register_to_config(time_input=config.time_input)
+    sample, labels = torch.randn(2, arguments["in_channels"], 8, 8), torch.tensor([0, 6]) if latent else None
+    with torch.no_grad():
+        assert torch.equal(pipeline.unet(sample, 7, labels).sample, model(sample, 7, labels).sample)
+    if not latent:  # noise levels of the VP SDE, at the times the network is called with
+        levels = pipeline.scheduler.alphas_cumprod[[0, 499, 999]]
+        times = torch.tensor([0.001, 0.5, 1.0])
+        torch.testing.assert_close(levels, torch.exp(-(0.1 * times + 9.95 * times**2)), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_sit_comes_back(released, tmp_path):
+    """From what its training writes: the average of the weights beside weights, optimizer and arguments."""
+    model, weights = sit_weights(released, learned_sigma=True)
+    others = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    contents = {"model": others, "ema": weights, "opt": {"state": {}}, "args": argparse.Namespace(seed=0)}
+    torch.save(contents, tmp_path / "0400000.pt")
+    kind, fields = ("released-sit", {"shortcut_decay": 0.8}) if released else ("sit", {})
+    if released:
+        with pytest.raises(ConversionError, match="does not tell num_attention_heads, shortcut_decay: give --set"):
+            convert(kind, tmp_path / "0400000.pt", tmp_path / "out")
+    convert(kind, tmp_path / "0400000.pt", tmp_path / "out", {"num_attention_heads": 4, **fields})
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    sample, labels = torch.randn(2, 4, 8, 8), torch.tensor([0, 6])
+    with torch.no_grad():
+        assert torch.equal(pipeline.transformer(sample, 0.3, labels).sample, model(sample, 0.3, labels).sample)
+
+
+def test_uvit_without_a_null_class(tmp_path):
+    model, weights = uvit_weights(num_classes=6)
+    torch.save({**weights, "label_emb.weight": weights["label_emb.weight"][:6]}, tmp_path / "nnet.pth")
+    summary = convert("uvit", tmp_path / "nnet.pth", tmp_path / "out", {"num_attention_heads": 4, "num_classes": 6})
+    assert "no null class" in summary
+    found = DecayedUViT2DModel.from_pretrained(tmp_path / "out", subfolder="unet").class_embedding.weight
+    assert torch.equal(found[:6], model.class_embedding.weight[:6]) and not found[6].any()
+
+
+def test_diffusion_checkpoints_are_refused(tmp_path):
+    _, weights = uvit_weights()
+    torch.save({name: tensor for name, tensor in weights.items() if "out_blocks.1.norm2" not in name}, tmp_path / "a")
+    with pytest.raises(ConversionError, match=r"Missing: \['out_blocks.1.norm2.bias', 'out_blocks.1.norm2.weight'\]"):
+        convert("uvit", tmp_path / "a", tmp_path / "out", {"num_attention_heads": 4})
+    with pytest.raises(ConversionError, match="no checkpoint of willisma/SiT: it lacks x_embedder.proj.weight"):
+        convert("sit", tmp_path / "a", tmp_path / "out")
+    with pytest.raises(ConversionError, match="'shortcut_decays' is not a field of the config; did you mean 'shortcut_decay'"):
+        convert("uvit", tmp_path / "a", tmp_path / "out", {"shortcut_decays": 0.5})
+    assert not (tmp_path / "out").exists()

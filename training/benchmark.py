@@ -12,6 +12,8 @@ within a round. Printed: images a second (median), ratio (median, smallest and l
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import itertools
 import json
 import math
@@ -404,6 +406,9 @@ def benchmark_eval(arguments) -> list[dict]:
 def extra_memory(run) -> int:
     """Largest growth of the process while it runs, in MB."""
     process, largest, running = psutil.Process(), 0, True
+    gc.collect()
+    if sys.platform == "linux":  # memory that earlier runs freed would be used again, and not be seen
+        ctypes.CDLL(None).malloc_trim(0)
     start = process.memory_info().rss
 
     def watch():
