@@ -354,6 +354,18 @@ class TrainingImages(torch.utils.data.Dataset):
         return batch if self.labels is None else {**batch, "labels": self.labels[indices]}
 
 
+class DiffusionImages(TrainingImages):
+    """Training images with what a diffusion step draws for them: `noise`, and `uniform` numbers for time and dropping."""
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        batch = super().__getitems__(keys)
+        shape, seed = batch["pixel_values"].shape[1:], self.augmentation.seed
+        draws = [sample_generator(seed, epoch, index, stream=2) for epoch, index in keys]
+        batch["uniform"] = torch.from_numpy(np.stack([each.random(2) for each in draws]))
+        noise = np.stack([each.standard_normal(shape, dtype=np.float32) for each in draws])
+        return {**batch, "noise": torch.from_numpy(noise)}
+
+
 class StreamedImages(torch.utils.data.IterableDataset):
     """Images from a stream, over and over, each epoch through a shuffle buffer in an order of its own.
 

@@ -1,9 +1,12 @@
-"""Pictures of a run: reconstructions, and curves over steps."""
+"""Pictures of a run: reconstructions, samples, and curves over steps."""
 
+import math
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import torch
+from PIL import Image
 
 
 matplotlib.use("Agg")
@@ -48,6 +51,21 @@ def save_reconstructions(path: Path, original, masked, reconstructed, normalised
     pyplot.close(figure)
 
 
+def save_grid(path: Path, images) -> None:
+    """Images `(number, height, width, channels)` in [0, 1] side by side, in rows of about as many."""
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    number, height, width, channels = images.shape
+    grid = np.ones((rows * (height + 2), columns * (width + 2), channels), dtype=np.float32)
+    for place, image in enumerate(images):
+        top, left = place // columns * (height + 2) + 1, place % columns * (width + 2) + 1
+        grid[top : top + height, left : left + width] = image
+    pixels = Image.fromarray((255 * grid.clip(0, 1)).round().astype(np.uint8).squeeze())
+    enlarged = max(1, 640 // pixels.width)  # small images are looked at enlarged, pixel by pixel
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels.resize((pixels.width * enlarged, pixels.height * enlarged), Image.Resampling.NEAREST).save(path)
+
+
 def save_curves(path: Path, records: list[dict]) -> None:
     """Loss, effective rank, encoder norm and kNN accuracy over steps; what was not measured is left out."""
     names = {
@@ -57,6 +75,7 @@ def save_curves(path: Path, records: list[dict]) -> None:
         "knn_accuracy": "kNN accuracy",
         "accuracy": "accuracy on held-out images",
     }
+    names |= {name: name.replace("_", " ", 1) for each in records for name in each if name.startswith("frechet_")}
     series = {name: [(each["step"], each[name]) for each in records if each.get(name) is not None] for name in names}
     shown = [name for name in names if series[name]]
     figure, axes = pyplot.subplots(1, len(shown), figsize=(3.4 * len(shown), 2.7), squeeze=False)

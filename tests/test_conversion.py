@@ -561,6 +561,8 @@ def test_diffusion_checkpoints_are_refused(tmp_path):
         convert("uvit", tmp_path / "a", tmp_path / "out", {"num_attention_heads": 4})
     with pytest.raises(ConversionError, match="no checkpoint of willisma/SiT: it lacks x_embedder.proj.weight"):
         convert("sit", tmp_path / "a", tmp_path / "out")
-    with pytest.raises(ConversionError, match="'shortcut_decays' is not a field of the config; did you mean 'shortcut_decay'"):
+    with pytest.raises(
+        ConversionError, match="'shortcut_decays' is not a field of the config; did you mean 'shortcut_decay'"
+    ):
         convert("uvit", tmp_path / "a", tmp_path / "out", {"shortcut_decays": 0.5})
     assert not (tmp_path / "out").exists()
