@@ -15,6 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_convert(commands)
+    add_sample(commands)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -67,6 +68,38 @@ def run_convert(options) -> str:
     from .conversion import convert
 
     return convert(options.kind, options.checkpoint, options.output, dict(options.fields))
+
+
+def add_sample(commands):
+    parser = commands.add_parser(
+        "sample",
+        help="draw many images from a pipeline",
+        description="Draws images from a pipeline into a folder: the same ones whatever the number of processes, and a "
+        "command that was stopped goes on when it is given again.",
+        epilog="examples:\n  hf-decayed sample outputs/uvit --num 36 --output samples\n  accelerate launch --num_processes 8 "
+        "-m hf_decayed.cli sample user/model --num 50000 --format npz --output samples",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or repository of a pipeline")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--num", type=int, default=36, help="how many")
+    parser.add_argument("--classes", default="all", help="all in turn, none, or names and numbers with commas between")
+    parser.add_argument("--num_inference_steps", type=int, default=50)
+    parser.add_argument("--guidance_scale", type=float, default=1.0, help="as diffusers counts it: 1 is none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch_size", type=int, default=64, help="images at a time, for each process")
+    parser.add_argument("--format", dest="file_format", choices=["png", "npz"], default="png")
+    parser.add_argument("--revision", help="of the repository; pin it where its code runs")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run code that comes with a pipeline not ours"
+    )
+    parser.set_defaults(run=run_sample)
+
+
+def run_sample(options) -> str:
+    from .sampling import sample
+
+    return sample(**{name: value for name, value in vars(options).items() if name not in ("command", "run")})
 
 
 def field_and_value(text: str) -> tuple[str, object]:

@@ -1,12 +1,16 @@
 """Shared by all tests: no network, tiny sizes, small images."""
 
 import os
+import random
+import subprocess
 import sys
 from pathlib import Path
 
 
+ROOT = Path(__file__).parents[1]
+
 # Scripts import one another. Last on the path: one of them is called like the library `evaluate`.
-sys.path.append(str(Path(__file__).parents[1] / "training"))
+sys.path.append(str(ROOT / "training"))
 
 # Before any Hugging Face import: nothing here may reach out.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -81,3 +85,17 @@ def random_weights(model):
         for parameter in model.parameters():
             parameter.normal_(std=0.2) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.0)
     return model
+
+
+def run_script(script, *flags, processes=1, code=0):
+    """Runs a script of `training/` in a process of its own, or several; what it printed. It must end with `code`."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    launcher += ["--master_port", str(random.randint(20000, 40000))]
+    result = subprocess.run(
+        [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "training" / script), *map(str, flags)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == code, (result.stdout + result.stderr)[-3000:]
+    return result

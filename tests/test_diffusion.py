@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 
@@ -23,8 +24,10 @@ from diffusers import (
 )
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from loopback_hub import serve
+from PIL import Image
 from torch.nn import functional as F
 
+from hf_decayed.cli import main
 from hf_decayed.models import shortcut_decay, transformer_decayed_sit, unet_decayed_uvit
 from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
@@ -497,3 +500,58 @@ def test_a_saved_pipeline_loads_over_http(kind, tmp_path):
             "user/name", HF_ENDPOINT=server.url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "cache")
         )
     assert found[1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_many_samples(tmp_path, capsys):
+    """Shards that are there are used, an image does not depend on who else is asked for, nothing is overwritten."""
+    saved_pipeline("sit", tmp_path / "model")
+    command = ["sample", str(tmp_path / "model"), "--num_inference_steps", "2", "--batch_size", "2"]
+
+    def images(output):
+        return [np.asarray(Image.open(path)) for path in sorted((tmp_path / output / "images").iterdir())]
+
+    assert main([*command, "--num", "5", "--output", str(tmp_path / "five")]) == 0
+    assert len(images("five")) == 5 and (tmp_path / "five" / "samples.png").exists()
+    assert main([*command, "--num", "4", "--output", str(tmp_path / "four")]) == 0
+    assert all(map(np.array_equal, images("four"), images("five")))
+    assert main([*command, "--num", "5", "--output", str(tmp_path / "five"), "--format", "npz"]) == 0
+    stored = np.load(tmp_path / "five" / "samples.npz")["arr_0"]
+    assert stored.dtype == np.uint8 and stored.shape == (5, 8, 8, 3) and np.array_equal(stored, images("five"))
+
+    # Stopped after the first batch, which is then not drawn again.
+    shards = tmp_path / "half" / "shards"
+    shards.mkdir(parents=True)
+    record = json.loads((tmp_path / "five" / "sampling.json").read_text())
+    (tmp_path / "half" / "sampling.json").write_text(json.dumps({k: v for k, v in record.items() if k != "finished"}))
+    np.save(shards / "000000.npy", np.full((2, 8, 8, 3), 7, dtype=np.uint8))
+    assert main([*command, "--num", "5", "--output", str(tmp_path / "half")]) == 0
+    assert (images("half")[1] == 7).all() and all(map(np.array_equal, images("half")[2:], images("five")[2:]))
+
+    capsys.readouterr()
+    assert main([*command, "--num", "6", "--output", str(tmp_path / "five")]) == 2
+    assert "holds other samples (num 5 -> 6)" in capsys.readouterr().err
+    assert main([*command, "--num", "6", "--output", str(tmp_path / "model")]) == 2
+    assert "files that are no samples" in capsys.readouterr().err
+    assert main([*command, "--classes", "one,7", "--output", str(tmp_path / "seven")]) == 2
+    assert "must lie in [0, 5), got 7" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_many_samples_by_two_processes(tmp_path):
+    saved_pipeline("uvit", tmp_path / "model")
+    for processes in (1, 2):
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", processes]
+        command += ["--multi_gpu", "--main_process_port", random.randint(20000, 40000)] if processes > 1 else []
+        command += ["-m", "hf_decayed.cli", "sample"]
+        command += [tmp_path / "model", "--num", 9, "--batch_size", 2, "--num_inference_steps", 2, "--format", "npz"]
+        command += ["--classes", "one,0", "--guidance_scale", 1.5, "--output", tmp_path / str(processes)]
+        result = subprocess.run(
+            list(map(str, command)),
+            env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr[-2000:]
+    one, two = (np.load(tmp_path / name / "samples.npz")["arr_0"] for name in "12")
+    assert len(one) == 9 and np.array_equal(one, two)

@@ -1,16 +1,12 @@
 """Features: the same as the model's own forward, in the data's order, kept in shards, whoever computes them."""
 
 import json
-import os
-import random
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_SIZES, random_weights
+from conftest import TINY_SIZES, random_weights, run_script
 from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
 from diffusers import DDPMScheduler, DiTTransformer2DModel, FlowMatchEulerDiscreteScheduler
@@ -37,7 +33,6 @@ from hf_decayed.evaluation.features import (
 )
 
 
-ROOT = Path(__file__).parents[1]
 SIDE = TINY_SIZES["image_size"]
 PROCESSOR = ViTImageProcessorPil(size={"height": SIDE, "width": SIDE})
 
@@ -174,22 +169,7 @@ def test_a_fingerprint_is_of_weights_and_config(tmp_path):
     assert fingerprint(model) != fingerprint(DecayedViTMAEModel.from_pretrained(tmp_path))
 
 
-def evaluate(*flags, processes=1, code=0):
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    launcher += ["--master_port", str(random.randint(20000, 40000))]
-    result = subprocess.run(
-        [
-            sys.executable,
-            *(launcher if processes > 1 else []),
-            str(ROOT / "training" / "evaluate.py"),
-            *map(str, flags),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == code, result.stderr[-3000:]
-    return result
+evaluate = partial(run_script, "evaluate.py")
 
 
 def test_evaluate_script(tmp_path):

@@ -2,19 +2,18 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import finetune
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import TINY_SIZES, random_weights
+from conftest import ROOT, TINY_SIZES, random_weights
+from conftest import run_script as run
 from datasets import load_dataset
 from PIL import Image
 from safetensors.torch import load_file
@@ -26,7 +25,6 @@ from hf_decayed.data import Augmentation, load_splits
 from hf_decayed.optimization import layerwise_groups
 
 
-ROOT = Path(__file__).parents[1]
 SMALL_FINETUNE = ["--max_train_samples", 240, "--max_eval_samples", 200, "--batch_size", 24, "--num_train_epochs", 2]
 SMALL_FINETUNE += ["--checkpointing_steps", 7, "--ema_decay", 0.9, "--drop_path", 0.2, "--mixup", 0.8, "--cutmix", 1]
 SMALL_FINETUNE += ["--rand_augment", 9, "--random_erasing", 0.25, "--log_every", 5]
@@ -39,19 +37,6 @@ def pretrained(tmp_path_factory):
     config = DecayedViTMAEConfig(**{**TINY_SIZES, "num_channels": 1})
     random_weights(DecayedViTMAEForPreTraining(config)).save_pretrained(folder)
     return folder
-
-
-def run(script, *flags, processes=1, code=0):
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    launcher += ["--master_port", str(random.randint(20000, 40000))]
-    result = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "training" / script), *map(str, flags)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == code, (result.stdout + result.stderr)[-3000:]
-    return result
 
 
 def results(folder):

@@ -1,0 +1,206 @@
+"""Many samples of a pipeline, the same whatever the number of processes, in shards that outlive an interruption.
+
+    hf-decayed sample outputs/uvit --num 36 --output samples
+    accelerate launch --num_processes 8 -m hf_decayed.cli sample user/model --num 50000 --output samples --format npz
+
+Image i is drawn from a generator of its own, seeded by (seed, i), and always shares its batch with the same others.
+"""
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import torch
+from accelerate import Accelerator
+from diffusers import DiffusionPipeline
+from PIL import Image
+from tqdm.auto import tqdm
+
+from .models.transformer_decayed_sit import DecayedSiTTransformer2DModel
+from .models.unet_decayed_uvit import DecayedUViT2DModel
+from .pictures import save_grid
+from .pipelines.pipeline_decayed_sit import DecayedSiTPipeline
+from .pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
+from .pipelines.scheduling_sit_sde import SiTSDEScheduler
+
+
+def sample(
+    model: str,
+    output: str | os.PathLike,
+    num: int = 36,
+    classes: str = "all",
+    num_inference_steps: int = 50,
+    guidance_scale: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 64,
+    file_format: str = "png",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    accelerator: Accelerator | None = None,
+) -> str:
+    """Samples into the folder `output`; all processes call it. Returns what was done.
+
+    Args:
+        model (`str`): Folder or repository of a pipeline.
+        num (`int`, defaults to 36): How many.
+        classes (`str`, defaults to `"all"`):
+            `all` takes the classes in turn, `none` leaves the class open, else names or numbers with commas between.
+        file_format (`str`, defaults to `"png"`):
+            `png`: a file for each. `npz`: one file with `arr_0`, bytes `(num, height, width, channels)`, as the usual
+            evaluators read it. A picture of the first ones comes with both.
+    """
+    if num < 1 or batch_size < 1:
+        raise ValueError(f"`num` and `batch_size` must be at least 1, got {num} and {batch_size}.")
+    if file_format not in ("png", "npz"):
+        raise ValueError(f"`format` must be png or npz, got {file_format!r}.")
+    accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
+    pipeline = load_pipeline(model, revision, trust_remote_code).to(accelerator.device)
+    pipeline.set_progress_bar_config(disable=True)
+    labels = labels_of(pipeline, classes, num)
+    identity = {
+        "model": fingerprint_of(pipeline),
+        "num": num,
+        "classes": classes,
+        "num_inference_steps": num_inference_steps,
+        "guidance_scale": guidance_scale,
+        "scheduler": dict(pipeline.scheduler.config),
+        "seed": seed,
+        "batch_size": batch_size,
+    }
+    output, shards = Path(output), Path(output) / "shards"
+    identity = json.loads(json.dumps(identity, default=str))
+    done = f"{num} samples ({file_format}), samples.png, sampling.json: {output}"
+    with accelerator.main_process_first():
+        finished = claim(output, identity)
+    if file_format in finished:
+        return done
+
+    batches = range(math.ceil(num / batch_size))
+    mine = [b for b in batches if b % accelerator.num_processes == accelerator.process_index]
+    missing = [batch for batch in mine if not (shards / f"{batch:06d}.npy").exists()]
+    bar = tqdm(
+        total=len(mine), initial=len(mine) - len(missing), unit="batch", disable=not accelerator.is_main_process
+    )
+    for batch in missing:
+        places = range(batch * batch_size, min((batch + 1) * batch_size, num))
+        images = pipeline(
+            class_labels=None if labels is None else [labels[place] for place in places],
+            batch_size=len(places),
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            # On the CPU, so that every device draws the same.
+            generator=[torch.Generator().manual_seed(seed_of(seed, place)) for place in places],
+            output_type="np",
+        ).images
+        images = (255 * images.clip(0, 1)).round().astype(np.uint8)
+        shards.mkdir(exist_ok=True)
+        temporary = shards / f".writing-{batch:06d}.npy"
+        np.save(temporary, images)
+        os.replace(temporary, shards / f"{batch:06d}.npy")
+        bar.update()
+    bar.close()
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        collect(output, [shards / f"{batch:06d}.npy" for batch in batches], file_format)
+        record = {**identity, "finished": [*finished, file_format]}
+        (output / "sampling.json").write_text(json.dumps(record, indent=2) + "\n")
+    accelerator.wait_for_everyone()
+    return done
+
+
+OURS = {
+    each.__name__: each
+    for each in (
+        DecayedUViTPipeline,
+        DecayedUViT2DModel,
+        DecayedSiTPipeline,
+        DecayedSiTTransformer2DModel,
+        SiTSDEScheduler,
+    )
+}
+
+
+def load_pipeline(model: str, revision: str | None = None, trust_remote_code: bool = False) -> DiffusionPipeline:
+    """A pipeline from a folder or repository; one of ours with the classes of this package, so that no other code runs."""
+    index = DiffusionPipeline.load_config(model, revision=revision)
+    name = index["_class_name"][-1] if isinstance(index["_class_name"], list) else index["_class_name"]
+    if name not in OURS:
+        return DiffusionPipeline.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    arguments = {}
+    for key in inspect.signature(OURS[name].__init__).parameters.keys() & index.keys():
+        arguments[key] = index[key]
+        if isinstance(index[key], list):  # a component: its library and its class, or nothing
+            component = OURS.get(index[key][1]) or getattr(diffusers, index[key][1] or "", None)
+            arguments[key] = component and component.from_pretrained(model, subfolder=key, revision=revision)
+    return OURS[name](**arguments)
+
+
+def labels_of(pipeline, classes: str, num: int) -> list[int] | None:
+    """A class for each sample, or `None`."""
+    network = pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
+    number = getattr(network.config, "num_classes", 0)
+    if classes == "none" or (classes == "all" and number == 0):
+        return None
+    if classes == "all":
+        return [place % number for place in range(num)]
+    wanted = [int(each) if each.strip().isdecimal() else each.strip() for each in classes.split(",")]
+    chosen = pipeline.labels_of(wanted, 1)
+    return [chosen[place % len(chosen)] for place in range(num)]
+
+
+def seed_of(seed: int, place: int) -> int:
+    """One number for two, so that neighbouring seeds share no images."""
+    return int(np.random.SeedSequence([seed, place]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def fingerprint_of(pipeline) -> str:
+    """Of the weights of every network in it."""
+    digest = hashlib.sha256()
+    for name, component in sorted(pipeline.components.items()):
+        if isinstance(component, torch.nn.Module):
+            for key, tensor in sorted(component.state_dict().items()):
+                digest.update(f"{name}.{key}".encode())
+                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def claim(output: Path, identity: dict) -> list[str]:
+    """Makes the folder, or goes on in one that was begun with the same settings; the formats that are finished."""
+    record = output / "sampling.json"
+    if record.exists():
+        found = json.loads(record.read_text())
+        changed = [
+            f"{name} {found.get(name)} -> {value}" for name, value in identity.items() if found.get(name) != value
+        ]
+        if changed:
+            raise ValueError(f"'{output}' holds other samples ({', '.join(changed)}): name another --output.")
+        return found.get("finished", [])
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"'{output}' holds files that are no samples: name another --output.")
+    (output / "shards").mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(identity, indent=2) + "\n")
+    return []
+
+
+def collect(output: Path, shards: list[Path], file_format: str) -> None:
+    parts = (np.load(shard) for shard in shards)
+    if file_format == "npz":
+        images = np.concatenate(list(parts))
+        np.savez(output / ".writing.npz", arr_0=images)
+        os.replace(output / ".writing.npz", output / "samples.npz")
+    else:
+        folder, place = output / "images", 0
+        folder.mkdir(exist_ok=True)
+        for part in parts:
+            for image in part:
+                Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image).save(folder / f"{place:06d}.png")
+                place += 1
+    first = np.load(shards[0])
+    save_grid(output / "samples.png", first[:64] / 255)
+    shutil.rmtree(output / "shards")
