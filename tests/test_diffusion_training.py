@@ -1,4 +1,4 @@
-"""`training/uvit.py`: it learns, it resumes to the last bit, one process and two agree, it tells what is wrong."""
+"""`training/uvit.py` and `sit.py`: they learn, they resume to the last bit, one process and two agree, they tell what is wrong."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def results(folder):
 
 
 def weights(folder):
-    return load_file(folder / "unet" / "diffusion_pytorch_model.safetensors")
+    return load_file(next(folder.glob("*/diffusion_pytorch_model.safetensors")))
 
 
 def losses(folder):
@@ -53,8 +53,9 @@ def test_draws_belong_to_the_sample():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_run_resumes_to_the_last_bit(tmp_path):
-    run_script("uvit.py", *SMALL, "--output_dir", tmp_path / "whole")
+@pytest.mark.parametrize("script, decay", [("uvit.py", 0.7), ("sit.py", 0.8)])
+def test_a_killed_run_resumes_to_the_last_bit(script, decay, tmp_path):
+    run_script(script, *SMALL, "--output_dir", tmp_path / "whole")
     whole = results(tmp_path / "whole")
     assert whole["steps"] == 24 and whole["frechet_pixels_9_guidance_1"] > 0
     assert Image.open(tmp_path / "whole" / "samples.png").width > 300
@@ -62,10 +63,11 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path):
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "whole", trust_remote_code=True)
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline(["Ankle boot", 0], num_inference_steps=2).images[0].size == (28, 28)
-    assert pipeline.unet.config.shortcut_decay == 0.7 and pipeline.unet.config.num_classes == 10
+    config = (pipeline.unet if script == "uvit.py" else pipeline.transformer).config
+    assert config.shortcut_decay == decay and config.num_classes == 10
 
     parts = [*SMALL, "--output_dir", tmp_path / "parts"]
-    command = [sys.executable, str(ROOT / "training" / "uvit.py"), *map(str, parts)]
+    command = [sys.executable, str(ROOT / "training" / script), *map(str, parts)]
     for number, sent in ((5, signal.SIGKILL), (15, signal.SIGTERM)):
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}
@@ -77,10 +79,10 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path):
         printed = process.communicate()[0].decode()
         command += ["--resume_from_checkpoint", "latest"]
     assert process.returncode == 0 and "stopped by SIGTERM at step" in printed
-    assert "holds a run that did not finish" in run_script("uvit.py", *parts, code=2).stderr
+    assert "holds a run that did not finish" in run_script(script, *parts, code=2).stderr
     resume = [*parts, "--resume_from_checkpoint", "latest"]
-    assert "belongs to another run" in run_script("uvit.py", *resume, "--learning_rate", 1, code=2).stderr
-    assert "resumed at step" in run_script("uvit.py", *resume).stdout
+    assert "belongs to another run" in run_script(script, *resume, "--learning_rate", 1, code=2).stderr
+    assert "resumed at step" in run_script(script, *resume).stdout
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")

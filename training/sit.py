@@ -1,0 +1,440 @@
+"""Trains a SiT with decayed shortcuts, the velocity of a flow from noise to images, and samples from it.
+
+    accelerate launch training/sit.py
+    accelerate launch training/sit.py --size S/2 --shortcut_decay 1.0 --set encoder_decoder_skips=false
+    accelerate launch training/sit.py --resume_from_checkpoint latest
+
+Without arguments: the recipe `tiny` on the bundled Fashion-MNIST images, on a CPU in about five minutes; it leaves a
+pipeline and a picture of samples. A recipe is a file in `training/recipes/sit`; every flag overrides it.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.utils import ProjectConfiguration, set_seed
+from datasets import ClassLabel
+from diffusers import FlowMatchEulerDiscreteScheduler
+from huggingface_hub import ModelCard
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm.auto import tqdm
+
+from hf_decayed.checkpoints import save_checkpoint
+from hf_decayed.cli import field_and_value
+from hf_decayed.data import Augmentation, DataError, DiffusionImages, EpochBatches, as_it_is, evaluation_images, some
+from hf_decayed.evaluation import frechet_distance
+from hf_decayed.models.transformer_decayed_sit import SIZES, DecayedSiTTransformer2DModel
+from hf_decayed.optimization import parameter_groups
+from hf_decayed.pictures import save_curves, save_grid
+from hf_decayed.pipelines.pipeline_decayed_sit import DecayedSiTPipeline
+from hf_decayed.runs import (
+    MetricsFile,
+    StopSignal,
+    add_data_arguments,
+    boolean,
+    flags_without_paths,
+    identity_of,
+    leave_signals_to_the_parent,
+    load_images,
+    names_of,
+    one_sentence,
+    parse_with_recipe,
+    resume_or_clear,
+    share_cores,
+    versions,
+)
+
+
+RECIPES = Path(__file__).parent / "recipes" / "sit"
+
+
+def parse_arguments(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="tiny", help=f"one of {names_of(RECIPES)}, or a YAML file")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/sit"))
+    parser.add_argument("--seed", type=int, default=0)
+
+    data = add_data_arguments(parser)
+    data.add_argument("--sample_size", type=int, default=32, help="height and width that images are brought to")
+    data.add_argument("--max_train_samples", type=int)
+    data.add_argument("--memory_limit_gb", type=float, default=2.0, help="hold decoded images of one size up to this")
+    data.add_argument("--horizontal_flip", type=boolean, default=True)
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--size", default="S", help=", ".join(SIZES))
+    model.add_argument("--patch_size", type=int, default=2)
+    model.add_argument("--shortcut_decay", type=lambda text: text if text == "auto" else float(text))
+    model.add_argument(
+        "--set", dest="fields", action="append", type=field_and_value, metavar="FIELD=VALUE", help="any argument"
+    )
+    model.add_argument("--conditional", type=boolean, default=True, help="on classes, where the data has labels")
+    model.add_argument("--class_dropout", type=float, default=0.1, help="how often the class is kept from the network")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--batch_size", type=int, default=256, help="images per step, over all processes")
+    training.add_argument("--max_train_steps", type=int, default=400_000)
+    training.add_argument("--learning_rate", type=float, default=1e-4, help="constant after the warm-up")
+    training.add_argument("--warmup_steps", type=int, default=0)
+    training.add_argument("--weight_decay", type=float, default=0.0)
+    training.add_argument("--adam_beta1", type=float, default=0.9)
+    training.add_argument("--adam_beta2", type=float, default=0.999)
+    training.add_argument("--max_grad_norm", type=float, help="clip gradients to this norm")
+    training.add_argument("--ema_decay", type=float, default=0.9999, help="of the averaged weights, which are saved")
+    training.add_argument("--gradient_checkpointing", type=boolean, default=False)
+    training.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"])
+    training.add_argument("--cpu_threads", type=int, help="per process; the machine's cores shared out when not given")
+    training.add_argument("--compile", type=boolean, default=False)
+    training.add_argument("--max_skipped_steps", type=int, default=20, help="stop after so many losses not finite")
+
+    running = parser.add_argument_group("while it runs")
+    running.add_argument("--checkpointing_steps", type=int, default=500)
+    running.add_argument("--checkpoints_total_limit", type=int, default=2)
+    running.add_argument("--resume_from_checkpoint", metavar="latest|PATH")
+    running.add_argument("--log_every", type=int, default=10, help="steps between lines of metrics.jsonl")
+    running.add_argument("--sample_every", type=int, help="steps between pictures and distances; always at the end")
+    running.add_argument("--sample_steps", type=int, default=50, help="of Euler's method")
+    running.add_argument("--sample_images", type=int, default=36, help="in a picture")
+    running.add_argument("--eval_samples", type=int, default=500, help="for the Frechet distance; 0 for none")
+    running.add_argument("--guidance_scale", type=float, default=1.0, help="of samples; 1 is none")
+    running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
+
+    options, recipe = parse_with_recipe(parser, RECIPES, arguments)
+    options.fields = {**recipe.get("fields", {}), **dict(options.fields or [])}
+    if options.shortcut_decay is not None:
+        options.fields["shortcut_decay"] = options.shortcut_decay
+    if options.size not in SIZES:
+        parser.error(f"--size must be one of {', '.join(SIZES)}, got {options.size}")
+    for name in ("batch_size", "checkpointing_steps", "log_every", "max_train_steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    return options
+
+
+def main():
+    options = parse_arguments()
+    started = time.time()
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=options.mixed_precision,
+        # Each process takes its part of every global batch, so that batches do not depend on how many there are.
+        dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        log_with=None if options.report_to == "none" else options.report_to,
+        project_config=ProjectConfiguration(project_dir=str(options.output_dir)),
+    )
+    share_cores(accelerator, options.cpu_threads)
+    set_seed(options.seed)
+    say = accelerator.print
+    say(
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, precision {accelerator.mixed_precision}"
+    )
+    if options.batch_size % accelerator.num_processes != 0:
+        raise DataError(
+            f"--batch_size {options.batch_size} is not divisible by {accelerator.num_processes} processes."
+        )
+
+    # Data.
+    train, _, dataset_name, image_column, label_column = load_images(options, accelerator)
+    train = some(train, options.max_train_samples)
+    label_column = label_column if options.conditional else None
+    class_names = class_names_of(train, label_column)
+    channels = options.fields.get("in_channels", 3)
+    augmentation = Augmentation(
+        (options.sample_size, options.sample_size),
+        channels,
+        0,  # no patches are masked
+        mean=[0.5] * channels,  # images in [-1, 1]
+        std=[0.5] * channels,
+        seed=options.seed,
+        crop_scale=(1.0, 1.0),
+        horizontal_flip=options.horizontal_flip,
+    )
+    images = DiffusionImages(
+        train,
+        image_column,
+        augmentation,
+        memory_limit=int(options.memory_limit_gb * 2**30),
+        on_bad_image=options.on_bad_image,
+        progress=lambda items, **bar: tqdm(items, disable=not accelerator.is_local_main_process, leave=False, **bar),
+        label_column=label_column,
+    )
+    total_steps = options.max_train_steps
+
+    # Model.
+    model = DecayedSiTTransformer2DModel.from_size(
+        f"{options.size}/{options.patch_size}",
+        sample_size=options.sample_size,
+        num_classes=len(class_names),
+        **{"in_channels": channels, **options.fields},
+    )
+    config = model.config
+    if options.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay)).to(accelerator.device)
+    accelerator.register_for_checkpointing(average)
+
+    # Optimizer.
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, options.weight_decay),
+        lr=options.learning_rate,
+        betas=(options.adam_beta1, options.adam_beta2),
+        fused=True,
+    )
+    plain_model = model
+    if options.compile:
+        model = torch.compile(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    # Resume.
+    checkpoints = options.output_dir / "checkpoints"
+    identity = identity_of(options, dataset=dataset_name)
+    state = resume_or_clear(accelerator, options, identity)
+    step, skipped, earlier_seconds = (state.get(name, 0) for name in ("step", "skipped", "seconds"))
+    log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
+    accelerator.init_trackers("sit", config={name: str(value) for name, value in vars(options).items()})
+    loader = torch.utils.data.DataLoader(
+        images,
+        batch_sampler=EpochBatches(len(images), options.batch_size, options.seed, step, total_steps),
+        collate_fn=as_it_is,
+        num_workers=0 if images.memory is not None else options.num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+        generator=torch.Generator(),  # its own: starting to iterate must not move the global one
+        worker_init_fn=leave_signals_to_the_parent,
+    )
+    loader = accelerator.prepare(loader)
+    sampler = Sampler(accelerator, train, image_column, class_names, config, options)
+    if accelerator.is_main_process:
+        (options.output_dir / "arguments.json").write_text(json.dumps(vars(options), indent=2, default=str))
+    say(
+        f"{dataset_name}: {len(images)} images, {len(class_names)} classes; {plain_model.num_parameters() / 1e6:.1f} M "
+        f"parameters, shortcut_decay {config.shortcut_decay}, effective decay {plain_model.effective_decay():.1e}; "
+        f"{total_steps} steps of {options.batch_size}, learning rate {options.learning_rate:.2g}"
+    )
+
+    # Loop.
+    stop = StopSignal()
+    bar = tqdm(
+        total=total_steps, initial=step, disable=not accelerator.is_local_main_process, unit="step", dynamic_ncols=True
+    )
+    model.train()
+    window_start, window_images = time.perf_counter(), 0
+    for batch in loader:
+        looking = options.sample_every and (step + 1) % options.sample_every == 0 and step + 1 < total_steps
+        logging = looking or (step + 1) % options.log_every == 0 or step + 1 == total_steps
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * min(1.0, (step + 1) / max(1, options.warmup_steps))
+        # What is drawn belongs to the sample: its noise, its time, and whether its class is kept from the network.
+        times = batch["uniform"][:, 0].float()
+        share = times.view(-1, 1, 1, 1)  # of data: noise at 0, data at 1
+        noisy = torch.lerp(batch["noise"], batch["pixel_values"], share)
+        velocity = batch["pixel_values"] - batch["noise"]
+        conditions = {}
+        if class_names:
+            dropped = batch["uniform"][:, 1] < options.class_dropout
+            conditions["class_labels"] = torch.where(dropped, len(class_names), batch["labels"])
+        predicted = model(noisy, times, **conditions).sample
+        batch_loss = F.mse_loss(predicted.float(), velocity)
+        accelerator.backward(batch_loss)
+        gradient_norm = accelerator.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
+        # One exchange per step tells every process the same: mean loss, and whether any was asked to stop.
+        report = torch.stack([batch_loss.detach(), torch.tensor(float(stop.asked), device=accelerator.device)])
+        loss, stopping = accelerator.reduce(report, "mean").tolist()
+        # With fp16 the gradient scaler itself skips what overflows, and has to see it to lower its scale.
+        finite = math.isfinite(loss) and math.isfinite(float(gradient_norm))
+        if finite or accelerator.scaler is not None:
+            optimizer.step()
+        if finite and not accelerator.optimizer_step_was_skipped:
+            average.update_parameters(plain_model)
+        else:
+            skipped += 1
+        optimizer.zero_grad()
+
+        step += 1
+        window_images += options.batch_size
+        bar.update()
+        if skipped > options.max_skipped_steps:
+            raise DataError(
+                f"{skipped} steps without a finite loss, the last at {step}: try a lower --learning_rate, "
+                "--max_grad_norm 1, --mixed_precision no, or a --shortcut_decay nearer to 1."
+            )
+        if logging:
+            now = time.perf_counter()
+            rate, window_start, window_images = window_images / (now - window_start), now, 0
+            record = {
+                "step": step,
+                "epoch": step * options.batch_size / len(images),
+                "loss": loss,
+                "learning_rate": optimizer.param_groups[0]["lr"],
+                "gradient_norm": float(gradient_norm),
+                "skipped_steps": skipped,
+                "images_per_second": rate,
+            }
+            if looking:
+                record |= sampler.look(average.module, options.output_dir / "samples" / f"step-{step:08d}.png")
+                window_start = time.perf_counter()
+            log.write(record)
+            accelerator.log({name: value for name, value in record.items() if name != "step"}, step=step)
+            bar.set_postfix(loss=f"{loss:.4f}", lr=f"{record['learning_rate']:.1e}", images=f"{rate:.0f}/s")
+        if stopping or step % options.checkpointing_steps == 0:
+            state = {"identity": identity, "skipped": skipped, "seconds": earlier_seconds + time.time() - started}
+            written = save_checkpoint(accelerator, checkpoints, step, state, options.checkpoints_total_limit)
+        if step == total_steps:
+            break
+        if stopping:
+            bar.close()
+            kept = "go on" if written else "its checkpoint could not be written; go on from an earlier one"
+            say(f"stopped by {stop.name} at step {step}; {kept} with --resume_from_checkpoint latest")
+            accelerator.end_training()
+            return
+
+    # End.
+    bar.close()
+    measured = sampler.look(average.module, options.output_dir / "samples.png")
+    accelerator.log(measured, step=step)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        log.write({"step": step, **measured})
+        results = {
+            **measured,
+            "loss": log.recent("loss"),
+            "steps": step,
+            "images_seen": step * options.batch_size,
+            "skipped_steps": skipped,
+            "seconds": round(earlier_seconds + time.time() - started, 1),
+            "command": " ".join(["accelerate launch", "training/sit.py", *flags_without_paths()]),
+            "dataset": {"name": dataset_name, "fingerprint": images.fingerprint(), "number": len(images)},
+            "sampling": {"steps": options.sample_steps, "guidance_scale": options.guidance_scale},
+            "seed": options.seed,
+            "processes": accelerator.num_processes,
+            "precision": accelerator.mixed_precision,
+            "versions": versions(),
+        }
+        sampler.pipeline(average.module).save_pretrained(options.output_dir)
+        (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        save_curves(options.output_dir / "curves.png", log.records())
+        card(config, results).save(options.output_dir / "README.md")
+        distances = "".join(f", {name} {value:.2f}" for name, value in measured.items())
+        print(f"loss {results['loss']:.4f}{distances}, {results['seconds']:.0f} s")
+        print(f"pipeline, results.json, samples.png, curves.png: {options.output_dir}")
+    accelerator.end_training()
+
+
+def class_names_of(train, label_column: str | None) -> list[str]:
+    """Names of the classes, or numbers where there are none; nothing for data without labels."""
+    if label_column is None:
+        return []
+    feature, labels = train.features[label_column], train[label_column][:]
+    if min(labels) < 0:
+        raise DataError(
+            "The labels hold numbers below 0: train without them (--conditional false), or name another column."
+        )
+    if isinstance(feature, ClassLabel):
+        return feature.names
+    return [str(number) for number in range(1 + max(labels))]
+
+
+class Sampler:
+    """Pictures and distances while the network trains, always from the same noise, shared out over the processes."""
+
+    def __init__(self, accelerator, train, image_column, class_names, config, options):
+        self.accelerator, self.class_names, self.options = accelerator, class_names, options
+        self.number = max(options.sample_images, options.eval_samples)
+        size = (options.sample_size, options.sample_size)
+        self.name = f"frechet_pixels_{options.eval_samples}_guidance_{options.guidance_scale:g}"
+        self.reference = None
+        if options.eval_samples > 1:
+            real, _ = evaluation_images(
+                some(train, options.eval_samples), image_column, None, size, config.in_channels, options.on_bad_image
+            )
+            self.reference = pixel_features(real.float() / 255)
+
+    def pipeline(self, model) -> DecayedSiTPipeline:
+        names = dict(enumerate(self.class_names)) or None
+        pipeline = DecayedSiTPipeline(model, FlowMatchEulerDiscreteScheduler(shift=1.0), id2label=names)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def look(self, model, picture: Path) -> dict[str, float]:
+        """Writes the picture; returns the distance between so many samples and as many training images."""
+        model.eval()
+        pipeline = self.pipeline(model)
+        mine = range(self.accelerator.process_index, self.number, self.accelerator.num_processes)
+        parts = []
+        for start in range(0, len(mine), 64):
+            places = list(mine)[start : start + 64]
+            labels = [place % len(self.class_names) for place in places] if self.class_names else None
+            with self.accelerator.autocast():
+                parts.append(
+                    pipeline(
+                        class_labels=labels,
+                        batch_size=len(places),
+                        num_inference_steps=self.options.sample_steps,
+                        guidance_scale=self.options.guidance_scale if labels else 1.0,
+                        # On the CPU, so that every device draws the same.
+                        generator=[torch.Generator().manual_seed(place) for place in places],
+                        output_type="pt",
+                    ).images
+                )
+        # Process p has places p, p + n, ...: side by side they are in order again. Short ones are filled up to gather.
+        images = torch.cat(parts).to(self.accelerator.device)
+        longest = math.ceil(self.number / self.accelerator.num_processes)
+        images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, longest - len(images)))
+        images = self.accelerator.gather(images).unflatten(0, (-1, longest)).transpose(0, 1).flatten(0, 1).cpu()
+        images = images[: self.number]
+        if self.accelerator.is_main_process:
+            shown = images[: self.options.sample_images].permute(0, 2, 3, 1).float().numpy()
+            save_grid(picture, shown)
+        model.train()
+        if self.reference is None:
+            return {}
+        distance = frechet_distance(self.reference, pixel_features(images[: self.options.eval_samples]))
+        return {self.name: distance}
+
+
+def pixel_features(images: torch.Tensor) -> torch.Tensor:
+    """Images in [0, 1] averaged down to 8 x 8 and flattened: crude features that need no trained network."""
+    return F.adaptive_avg_pool2d(images.float(), 8).flatten(1)
+
+
+def card(config, results: dict) -> ModelCard:
+    distances = {name: value for name, value in results.items() if name.startswith("frechet_")}
+    figures = "; ".join(f"`{name}` {value:.2f}" for name, value in distances.items())
+    return ModelCard(
+        f"""---
+library_name: diffusers
+pipeline_tag: unconditional-image-generation
+tags:
+- hf_decayed
+---
+
+# SiT, shortcut_decay {config.shortcut_decay}
+
+Trained on {results["dataset"]["name"]} ({results["dataset"]["number"]} images) with
+
+    {results["command"]}
+
+```python
+from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("path/or/repository", trust_remote_code=True)  # pin `revision` on the Hub
+pipeline(batch_size=4, num_inference_steps={results["sampling"]["steps"]}).images[0]
+```
+
+{figures or "No distance was measured."} Features are pixels averaged to 8 x 8, so this is no FID. Every figure is in
+`results.json`, with versions, seed and the data's fingerprint.
+"""
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (DataError, ValueError, OSError) as error:
+        print(f"sit.py: {one_sentence(error)}", file=sys.stderr)
+        sys.exit(2)
