@@ -15,13 +15,22 @@ import linear_probe
 import mae
 import pytest
 import resnet
+import sit
 import sweep
 import torch
+import uvit
 from conftest import TINY_SIZES
-from test_conversion import timm_weights
+from diffusers import DPMSolverMultistepScheduler
+from test_conversion import sit_weights, timm_weights, uvit_weights
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-from hf_decayed import DecayedResNetConfig, DecayedViTMAEConfig
+from hf_decayed import (
+    DecayedResNetConfig,
+    DecayedSiTTransformer2DModel,
+    DecayedUViT2DModel,
+    DecayedUViTPipeline,
+    DecayedViTMAEConfig,
+)
 from hf_decayed.cli import main
 
 
@@ -62,6 +71,8 @@ def test_training_commands_are_understood():
         "linear_probe": linear_probe,
         "finetune": finetune,
         "sweep": sweep,
+        "uvit": uvit,
+        "sit": sit,
     }
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     seen = []
@@ -81,6 +92,16 @@ def test_every_recipe_describes_a_model(recipe):
     assert config.norm_pix_loss and options.weight_decay == 0.05 and options.adam_beta2 == 0.95
     if recipe.startswith("imagenet"):
         assert (options.batch_size, options.num_train_epochs, options.base_learning_rate) == (1024, 800, 1.5e-4)
+
+
+@pytest.mark.parametrize("script", [uvit, sit])
+def test_every_recipe_describes_a_diffusion_model(script):
+    for path in script.RECIPES.glob("*.yaml"):
+        options = script.parse_arguments(["--recipe", path.stem])
+        model_class = DecayedUViT2DModel if script is uvit else DecayedSiTTransformer2DModel
+        with torch.device("meta"):
+            model = model_class.from_size(options.size, sample_size=options.sample_size, **options.fields)
+        assert 1e-4 < model.effective_decay() < 0.3
 
 
 @pytest.mark.parametrize(
@@ -109,11 +130,16 @@ def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
     torch.save({"model": timm_weights(2, 1, released=True, **sizes)}, "checkpoint-799.pth")
     torch.save({"model": timm_weights(2, 1, **sizes)}, "mae_pretrain_vit_base_full.pth")
     ViTMAEForPreTraining(ViTMAEConfig(**TINY_SIZES)).save_pretrained("path/to/vit-mae-base")
+    torch.save(uvit_weights(in_channels=4, hidden_size=512, num_attention_heads=8)[1], "imagenet256_uvit_large.pth")
+    torch.save(sit_weights(False, hidden_size=384, num_attention_heads=6)[1], "SiT-XL-2-256x256.pt")
+    torch.save({"ema": sit_weights(True, hidden_size=384, num_attention_heads=6)[1]}, "0400000.pt")
+    network = DecayedUViT2DModel(sample_size=8, hidden_size=32, num_layers=2, num_attention_heads=2)
+    DecayedUViTPipeline(network, DPMSolverMultistepScheduler()).save_pretrained("outputs/uvit")
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-decayed")]
-    assert len(lines) == 4
+    assert [line.split()[1] for line in lines] == ["sample"] + 7 * ["convert"]
     for line in lines:
         assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
-        assert "written to" in capsys.readouterr().out
+        assert ("written to" if "convert" in line else "36 samples") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["models", "data", "training", "eval"])
