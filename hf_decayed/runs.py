@@ -126,7 +126,7 @@ def leave_signals_to_the_parent(worker: int) -> None:
 
 # Flags that change how a run is watched or where it lies, but not what it is.
 MAY_CHANGE = set(
-    "output_dir features_dir resume_from_checkpoint recipe dataset_path report_to push_to_hub checkpointing_steps "
+    "output_dir features_dir latents_dir resume_from_checkpoint recipe dataset_path report_to push_to_hub checkpointing_steps "
     "checkpoints_total_limit log_every eval_every eval_train_samples eval_test_samples max_eval_samples num_workers "
     "memory_limit_gb cpu_threads max_skipped_steps".split()
 )

@@ -1,5 +1,6 @@
 """`training/uvit.py` and `sit.py`: they learn, they resume to the last bit, one process and two agree, they tell what is wrong."""
 
+import argparse
 import json
 import os
 import signal
@@ -7,15 +8,20 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT, run_script
 from datasets import load_dataset
-from diffusers import DiffusionPipeline
+from diffusers import AutoencoderKL, DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
+from transformers import CLIPImageProcessorPil
 
-from hf_decayed.data import Augmentation, DiffusionImages, load_splits
+from hf_decayed.data import Augmentation, DiffusionImages, load_splits, sample_generator
+from hf_decayed.evaluation.features import ImagesInOrder
+from hf_decayed.latents import KeptLatents, keep_latents, latent_images
 
 
 SMALL = ["--set", "hidden_size=32", "--set", "num_layers=2", "--set", "patch_size=7", "--batch_size", 16]
@@ -49,6 +55,102 @@ def test_draws_belong_to_the_sample():
     many = images.__getitems__([(epoch, index) for epoch in range(5) for index in range(20)])
     assert abs(many["noise"].mean()) < 0.02 and abs(many["noise"].std() - 1) < 0.02
     assert abs(many["uniform"].mean() - 0.5) < 0.1
+
+
+def small_vae():
+    torch.manual_seed(0)
+    return AutoencoderKL(
+        in_channels=1,
+        out_channels=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        latent_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        shift_factor=0.1,
+    ).eval()
+
+
+def test_kept_latents_are_the_latents(tmp_path):
+    """Kept in memory, read from the disk, encoded on the way: the same, mirrored or not; an interruption costs a shard."""
+    vae, train = small_vae(), load_splits()[0].select(range(10))
+    options = argparse.Namespace(
+        image_size=28,
+        on_bad_image="stop",
+        seed=3,
+        horizontal_flip=True,
+        keep_latents=False,
+        latents_dir=tmp_path,
+        memory_limit_gb=1,
+    )
+    accelerator = Accelerator(cpu=True)
+    encoded = latent_images(vae, train, "image", "label", options, accelerator)
+    options.keep_latents = True
+    kept = latent_images(vae, train, "image", "label", options, accelerator)
+    options.memory_limit_gb = 0
+    on_disk = latent_images(vae, train, "image", "label", options, accelerator)
+    assert kept.memory is not None and on_disk.memory is None and len(kept) == len(encoded) == 10
+    keys = [(epoch, index) for epoch in (0, 1) for index in (7, 2, 9, 0)]
+    batches = [each.__getitems__(keys) for each in (encoded, kept, on_disk)]
+    assert batches[0]["pixel_values"].shape == (8, 3, 14, 14)
+    for batch in batches[1:]:
+        for name in batches[0]:
+            torch.testing.assert_close(batch[name], batches[0][name], rtol=1e-6, atol=1e-6)
+    assert batches[0]["labels"].tolist() == [train[index]["label"] for _, index in keys]
+    # By hand: an image that is turned round in this epoch, and one that is not.
+    turned = [sample_generator(3, *key).random(23)[22] < 0.5 for key in keys]
+    assert len(set(turned)) == 2
+    for place in (turned.index(True), turned.index(False)):
+        pixels = torch.tensor(np.array(train[keys[place][1]]["image"])).float().div(127.5).sub(1)[None, None]
+        with torch.no_grad():
+            posterior = vae.encode(pixels.flip(-1) if turned[place] else pixels).latent_dist
+        noise = sample_generator(3, *keys[place], stream=3).standard_normal((3, 14, 14), dtype=np.float32)
+        expected = (posterior.mean + posterior.std * torch.from_numpy(noise) - 0.1) * vae.config.scaling_factor
+        torch.testing.assert_close(batches[1]["pixel_values"][place], expected[0], rtol=1e-4, atol=1e-5)
+
+
+def test_latents_are_encoded_once(tmp_path):
+    vae, train = small_vae(), load_splits()[0].select(range(10))
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": 28},
+        crop_size={"height": 28, "width": 28},
+        do_convert_rgb=False,
+        image_mean=[0.5],
+        image_std=[0.5],
+    )
+    images = ImagesInOrder(train, "image", "label", processor, 1)
+    settings = {"accelerator": Accelerator(cpu=True), "batch_size": 2, "shard_size": 4}
+    shards = keep_latents(vae, images, tmp_path, {"data": "ten"}, **settings)
+    before = [shard.stat().st_mtime_ns for shard in shards]
+    assert len(shards) == 3
+    shards[1].write_bytes(shards[1].read_bytes()[:-100])  # as a killed process may leave it
+    again = keep_latents(vae, images, tmp_path, {"data": "ten"}, **settings)
+    after = [shard.stat().st_mtime_ns for shard in again]
+    assert [old == new for old, new in zip(before, after)] == [True, False, True]
+    kept = KeptLatents(again, 0, seed=0, scale=1.0, shift=0.0, flip=False)
+    whole = KeptLatents(again, 2**30, seed=0, scale=1.0, shift=0.0, flip=False)
+    keys = [(0, index) for index in range(10)]
+    assert torch.equal(kept.__getitems__(keys)["pixel_values"], whole.__getitems__(keys)["pixel_values"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_training_on_latents(tmp_path):
+    small_vae().save_pretrained(tmp_path / "vae")
+    flags = [*SMALL, "--vae", tmp_path / "vae", "--latents_dir", tmp_path / "latents", "--max_train_steps", 6]
+    run_script("sit.py", *flags, "--output_dir", tmp_path / "kept")
+    run_script("sit.py", *flags, "--output_dir", tmp_path / "encoded", "--keep_latents", "false")
+    kept, encoded = losses(tmp_path / "kept"), losses(tmp_path / "encoded")
+    assert kept[:2] == pytest.approx(encoded[:2], rel=1e-6)
+    assert kept == pytest.approx(
+        encoded, rel=1e-3
+    )  # Adam's first steps follow the sign of gradients that are rounding
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "kept", trust_remote_code=True)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.transformer.config.sample_size == 14 and pipeline.transformer.config.in_channels == 3
+    assert pipeline(1, num_inference_steps=2).images[0].size == (28, 28)
+    refused = run_script("uvit.py", *flags, "--output_dir", tmp_path / "odd", "--image_size", 29, code=2)
+    assert "--image_size must be divisible by 2, which the autoencoder shrinks by, got 29" in refused.stderr
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_every_recipe_describes_a_diffusion_model(script):
         options = script.parse_arguments(["--recipe", path.stem])
         model_class = DecayedUViT2DModel if script is uvit else DecayedSiTTransformer2DModel
         with torch.device("meta"):
-            model = model_class.from_size(options.size, sample_size=options.sample_size, **options.fields)
+            model = model_class.from_size(options.size, sample_size=options.image_size, **options.fields)
         assert 1e-4 < model.effective_decay() < 0.3
 
 

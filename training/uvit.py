@@ -13,13 +13,14 @@ import json
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration, set_seed
 from datasets import ClassLabel
-from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
+from diffusers import AutoencoderKL, DDPMScheduler, DPMSolverMultistepScheduler
 from huggingface_hub import ModelCard
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -29,6 +30,8 @@ from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.cli import field_and_value
 from hf_decayed.data import Augmentation, DataError, DiffusionImages, EpochBatches, as_it_is, evaluation_images, some
 from hf_decayed.evaluation import frechet_distance
+from hf_decayed.evaluation.features import fingerprint
+from hf_decayed.latents import EncodedLatents, latent_images, sample_size_of
 from hf_decayed.models.unet_decayed_uvit import SIZES, DecayedUViT2DModel
 from hf_decayed.optimization import parameter_groups
 from hf_decayed.pictures import save_curves, save_grid
@@ -61,10 +64,15 @@ def parse_arguments(arguments=None):
     parser.add_argument("--seed", type=int, default=0)
 
     data = add_data_arguments(parser)
-    data.add_argument("--sample_size", type=int, default=32, help="height and width that images are brought to")
+    data.add_argument("--image_size", type=int, default=32, help="height and width that images are brought to")
     data.add_argument("--max_train_samples", type=int)
     data.add_argument("--memory_limit_gb", type=float, default=2.0, help="hold decoded images of one size up to this")
     data.add_argument("--horizontal_flip", type=boolean, default=True)
+
+    latents = parser.add_argument_group("latents (none given: pixels)")
+    latents.add_argument("--vae", help="folder or repository of an AutoencoderKL, whose latents the network takes")
+    latents.add_argument("--keep_latents", type=boolean, default=True, help="encode every image once, before training")
+    latents.add_argument("--latents_dir", type=Path, default=Path("outputs/latents"), help="where latents are kept")
 
     model = parser.add_argument_group("model")
     model.add_argument("--size", default="S", help=", ".join(SIZES))
@@ -143,31 +151,39 @@ def main():
     train = some(train, options.max_train_samples)
     label_column = label_column if options.conditional else None
     class_names = class_names_of(train, label_column)
-    channels = options.fields.get("in_channels", 3)
-    augmentation = Augmentation(
-        (options.sample_size, options.sample_size),
-        channels,
-        0,  # no patches are masked
-        mean=[0.5] * channels,  # images in [-1, 1]
-        std=[0.5] * channels,
-        seed=options.seed,
-        crop_scale=(1.0, 1.0),
-        horizontal_flip=options.horizontal_flip,
-    )
-    images = DiffusionImages(
-        train,
-        image_column,
-        augmentation,
-        memory_limit=int(options.memory_limit_gb * 2**30),
-        on_bad_image=options.on_bad_image,
-        progress=lambda items, **bar: tqdm(items, disable=not accelerator.is_local_main_process, leave=False, **bar),
-        label_column=label_column,
-    )
+    progress = partial(tqdm, disable=not accelerator.is_local_main_process, leave=False)
+    vae = None
+    if options.vae:
+        vae = AutoencoderKL.from_pretrained(options.vae).requires_grad_(False).to(accelerator.device).eval()
+        images = latent_images(vae, train, image_column, label_column, options, accelerator)
+        channels, sample_size = vae.config.latent_channels, sample_size_of(vae, options.image_size)
+    else:
+        channels, sample_size = options.fields.get("in_channels", 3), options.image_size
+        augmentation = Augmentation(
+            (sample_size, sample_size),
+            channels,
+            0,  # no patches are masked
+            mean=[0.5] * channels,  # images in [-1, 1]
+            std=[0.5] * channels,
+            seed=options.seed,
+            crop_scale=(1.0, 1.0),
+            horizontal_flip=options.horizontal_flip,
+        )
+        images = DiffusionImages(
+            train,
+            image_column,
+            augmentation,
+            memory_limit=int(options.memory_limit_gb * 2**30),
+            on_bad_image=options.on_bad_image,
+            progress=progress,
+            label_column=label_column,
+        )
     total_steps = options.max_train_steps
 
     # Model.
     model = DecayedUViT2DModel.from_size(
-        options.size, sample_size=options.sample_size, num_classes=len(class_names), **options.fields
+        options.size,
+        **{**options.fields, "sample_size": sample_size, "in_channels": channels, "num_classes": len(class_names)},
     )
     config = model.config
     if options.gradient_checkpointing:
@@ -199,13 +215,14 @@ def main():
         images,
         batch_sampler=EpochBatches(len(images), options.batch_size, options.seed, step, total_steps),
         collate_fn=as_it_is,
-        num_workers=0 if images.memory is not None else options.num_workers,
+        # What lies in memory, or is encoded on the device, is best made here.
+        num_workers=0 if images.memory is not None or isinstance(images, EncodedLatents) else options.num_workers,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),  # its own: starting to iterate must not move the global one
         worker_init_fn=leave_signals_to_the_parent,
     )
     loader = accelerator.prepare(loader)
-    sampler = Sampler(accelerator, train, image_column, class_names, config, options)
+    sampler = Sampler(accelerator, train, image_column, class_names, vae, config, options)
     if accelerator.is_main_process:
         (options.output_dir / "arguments.json").write_text(json.dumps(vars(options), indent=2, default=str))
     say(
@@ -295,6 +312,7 @@ def main():
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         log.write({"step": step, **measured})
+        data_fingerprint = images.fingerprint() if vae is None else train._fingerprint
         results = {
             **measured,
             "loss": log.recent("loss"),
@@ -303,7 +321,8 @@ def main():
             "skipped_steps": skipped,
             "seconds": round(earlier_seconds + time.time() - started, 1),
             "command": " ".join(["accelerate launch", "training/uvit.py", *flags_without_paths()]),
-            "dataset": {"name": dataset_name, "fingerprint": images.fingerprint(), "number": len(images)},
+            "dataset": {"name": dataset_name, "fingerprint": data_fingerprint, "number": len(images)},
+            "latents": options.vae and fingerprint(vae),
             "sampling": {"steps": options.sample_steps, "guidance_scale": options.guidance_scale},
             "seed": options.seed,
             "processes": accelerator.num_processes,
@@ -337,15 +356,16 @@ def class_names_of(train, label_column: str | None) -> list[str]:
 class Sampler:
     """Pictures and distances while the network trains, always from the same noise, shared out over the processes."""
 
-    def __init__(self, accelerator, train, image_column, class_names, config, options):
-        self.accelerator, self.class_names, self.options = accelerator, class_names, options
+    def __init__(self, accelerator, train, image_column, class_names, vae, config, options):
+        self.accelerator, self.class_names, self.vae, self.options = accelerator, class_names, vae, options
         self.number = max(options.sample_images, options.eval_samples)
-        size = (options.sample_size, options.sample_size)
+        size = (options.image_size, options.image_size)
+        channels = config.in_channels if vae is None else vae.config.in_channels
         self.name = f"frechet_pixels_{options.eval_samples}_guidance_{options.guidance_scale:g}"
         self.reference = None
         if options.eval_samples > 1:
             real, _ = evaluation_images(
-                some(train, options.eval_samples), image_column, None, size, config.in_channels, options.on_bad_image
+                some(train, options.eval_samples), image_column, None, size, channels, options.on_bad_image
             )
             self.reference = pixel_features(real.float() / 255)
 
@@ -353,7 +373,7 @@ class Sampler:
         names = dict(enumerate(self.class_names)) or None
         # The levels that the network was trained on.
         scheduler = DPMSolverMultistepScheduler(beta_schedule="linear", beta_start=1e-4, beta_end=0.02)
-        pipeline = DecayedUViTPipeline(model, scheduler, id2label=names)
+        pipeline = DecayedUViTPipeline(model, scheduler, self.vae, id2label=names)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 

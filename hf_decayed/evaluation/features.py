@@ -73,7 +73,15 @@ class ImagesInOrder(torch.utils.data.Dataset):
         return batch
 
 
-def extract_features(
+def extract_features(encode: Encoder, images: ImagesInOrder, *arguments, **settings) -> dict[str, torch.Tensor]:
+    """Features by name, `labels` and pixel `checksums` of all images, in order; all processes call it and get the same.
+
+    Takes what [`write_shards`] takes.
+    """
+    return read_shards(write_shards(encode, images, *arguments, **settings))
+
+
+def write_shards(
     encode: Encoder,
     images: ImagesInOrder,
     folder: str | os.PathLike,
@@ -83,8 +91,8 @@ def extract_features(
     shard_size: int = 8192,
     num_workers: int = 0,
     description: str = "features",
-) -> dict[str, torch.Tensor]:
-    """Features by name, `labels` and pixel `checksums` of all images, in order; all processes call it and get the same.
+) -> list[Path]:
+    """Files with the features of all images, in order; all processes call it.
 
     Args:
         encode (`Callable`): From a batch of `pixel_values` and the images' places to features `(batch, dim)` by name.
@@ -123,7 +131,7 @@ def extract_features(
         parts = [encode_batch(encode, batch, accelerator) for batch in take(batches, len(shards[number]))]
         write_shard(shard_path(folder, number, len(shards)), [part for part in parts if part])
     accelerator.wait_for_everyone()
-    return read_shards([shard_path(folder, number, len(shards)) for number in range(len(shards))])
+    return [shard_path(folder, number, len(shards)) for number in range(len(shards))]
 
 
 def take(batches: Iterator, number: int) -> Iterator:
@@ -150,7 +158,7 @@ def write_shard(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:
     if not parts:
         raise DataError(f"None of the images of {path.stem} could be decoded.")
     temporary = path.with_name(f".writing-{path.name}")
-    save_file({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, temporary)
+    save_file({name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}, temporary)
     os.replace(temporary, path)
 
 
