@@ -141,7 +141,7 @@ def test_training_on_latents(tmp_path):
     run_script("sit.py", *flags, "--output_dir", tmp_path / "kept")
     run_script("sit.py", *flags, "--output_dir", tmp_path / "encoded", "--keep_latents", "false")
     kept, encoded = losses(tmp_path / "kept"), losses(tmp_path / "encoded")
-    assert kept[:2] == pytest.approx(encoded[:2], rel=1e-6)
+    assert kept[0] == pytest.approx(encoded[0], rel=1e-6)
     assert kept == pytest.approx(
         encoded, rel=1e-3
     )  # Adam's first steps follow the sign of gradients that are rounding
