@@ -361,7 +361,7 @@ class DiffusionImages(TrainingImages):
         batch = super().__getitems__(keys)
         shape, seed = batch["pixel_values"].shape[1:], self.augmentation.seed
         draws = [sample_generator(seed, epoch, index, stream=2) for epoch, index in keys]
-        batch["uniform"] = torch.from_numpy(np.stack([each.random(2) for each in draws]))
+        batch["uniform"] = torch.from_numpy(np.stack([each.random(2, dtype=np.float32) for each in draws]))
         noise = np.stack([each.standard_normal(shape, dtype=np.float32) for each in draws])
         return {**batch, "noise": torch.from_numpy(noise)}
 

@@ -43,7 +43,7 @@ class Latents(Dataset):
         draws = [sample_generator(self.seed, *key, stream=2) for key in keys]
         batch = {
             "pixel_values": (latents - self.shift) * self.scale,
-            "uniform": torch.from_numpy(np.stack([each.random(2) for each in draws])),
+            "uniform": torch.from_numpy(np.stack([each.random(2, dtype=np.float32) for each in draws])),
             "noise": torch.from_numpy(
                 np.stack([each.standard_normal(mean.shape[1:], dtype=np.float32) for each in draws])
             ),

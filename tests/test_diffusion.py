@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -231,6 +232,15 @@ class TestBoth:
     def test_bad_arguments(self, model_class, arguments, said):
         with pytest.raises(ValueError, match=said):
             model_class(**{**SIZES, **arguments})
+
+    def test_warnings(self, model_class):
+        for decay, said in ((0.3, "below 0.45"), (0.99, "outside")):
+            with pytest.warns(UserWarning, match=said):
+                model_class(**SIZES, shortcut_decay=decay)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model_class(**SIZES, shortcut_decay="auto")
+            model_class(**SIZES, shortcut_decay=1.0)
 
     def test_bad_inputs(self, model_class, sample):
         model = made(model_class)

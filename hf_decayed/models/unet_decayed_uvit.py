@@ -9,6 +9,7 @@ This file travels alone to the Hub, so it imports nothing of the package it come
 """
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,20 @@ def suggested_decay(num_blocks: int, schedule: str, granularity: str, scope: str
         else:
             high = middle
     return round(high, 6)
+
+
+def warn_of_decay(decay: float, alphas: list[tuple[float, float]]) -> None:
+    effective = math.prod(attention * mlp for attention, mlp in alphas)
+    if decay < 0.45:
+        warnings.warn(
+            f"`shortcut_decay={decay}` is below 0.45: the paper reports unstable training there.", stacklevel=2
+        )
+    elif decay < 1.0 and not 1e-4 <= effective <= 1e-1:
+        warnings.warn(
+            f"`shortcut_decay={decay}` over {len(alphas)} blocks gives an effective decay of {effective:.1e}, outside "
+            "[1e-4, 1e-1]; `'auto'` is the rule of thumb.",
+            stacklevel=2,
+        )
 
 
 @dataclass
@@ -227,7 +242,8 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
         num_blocks = num_layers + 1
         learned = shortcut_schedule == "learned"
         fixed_schedule = "constant" if learned else shortcut_schedule
-        if shortcut_decay == "auto":
+        chosen_by_hand = shortcut_decay != "auto"
+        if not chosen_by_hand:
             # The number replaces the word, so that the saved file says what the network does.
             shortcut_decay = (
                 1.0
@@ -240,6 +256,8 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
         alphas = shortcut_alphas(
             num_blocks, 1.0 if learned else float(shortcut_decay), fixed_schedule, shortcut_granularity, shortcut_scope
         )
+        if chosen_by_hand and not learned:
+            warn_of_decay(shortcut_decay, alphas)
 
         self.gradient_checkpointing = False
         self.grid_size = (height // patch_size, width // patch_size)
