@@ -149,6 +149,18 @@ def test_benchmark_table_is_the_one_in_the_results(name):
     assert shown == benchmark.render(json.loads((ROOT / f"model_cards/results/benchmark_{name}.json").read_text()))
 
 
+@pytest.mark.parametrize("grid", ["cifar100_small_scale", "cifar100_levers"])
+def test_small_scale_table_is_the_one_in_the_results(grid):
+    page, folder = (ROOT / "docs/small_scale.md").read_text(), ROOT / "model_cards/results/small_scale"
+    shown = re.search(rf"<!-- table {grid} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
+    by_name = {}
+    for record in sweep.read_records(folder / f"{grid}.jsonl"):
+        by_name.setdefault(record["name"], []).append(record)
+    assert shown == sweep.tables(by_name).rstrip()
+    for picture in re.findall(r"\.\./(model_cards/\S+\.png)", page):
+        assert (ROOT / picture).stat().st_size > 5000
+
+
 def test_benchmark_runs(tmp_path):
     command = [
         sys.executable,

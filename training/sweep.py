@@ -244,23 +244,21 @@ def spread(values: list[float], percent: bool = False) -> str:
 
 
 def tables(by_name: dict[str, list[dict]]) -> str:
-    columns = ["run", "seeds", "steps", "loss", "kNN (%)", "kNN, class token (%)", "best layer's kNN (%)"]
-    columns += ["linear (%)", "rank, class token", "encoder norm", "TFLOP"]
+    columns = ["run", "seeds", "steps", "loss", "kNN, mean (%)", "kNN, class token (%)", "kNN, best layer (%)"]
+    columns += ["linear, mean (%)", "linear, class token (%)", "rank, mean", "rank, class token", "norm", "TFLOP"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name, records in by_name.items():
         rows = [record["evaluation"] for record in records]
-        own = records[0]["own_features"]
         layers = [[row[each]["knn_accuracy"] for each in row if each[0].isdigit()] for row in rows]
         norms = [
             [each["encoder_norm"] for each in record["curve"] if "encoder_norm" in each][-1] for record in records
         ]
         cells = [name, str(len(records)), str(records[0]["steps"])]
         cells.append(spread([record["results"]["loss"] for record in records]))
-        cells.append(spread([row[own]["knn_accuracy"] for row in rows], percent=True))
-        cells.append(spread([row["last.cls"]["knn_accuracy"] for row in rows], percent=True))
-        cells.append(spread([max(each) for each in layers], percent=True))
-        cells.append(spread([row[own]["linear_accuracy"] for row in rows], percent=True))
-        cells.append(spread([row["last.cls"]["effective_rank"] for row in rows]))
+        for metric, percent in (("knn_accuracy", True), ("linear_accuracy", True), ("effective_rank", False)):
+            cells += [spread([row[name][metric] for row in rows], percent) for name in ("last.mean", "last.cls")]
+            if metric == "knn_accuracy":
+                cells.append(spread([max(each) for each in layers], percent=True))
         cells += [spread(norms), f"{records[0]['training_flops'] / 1e12:.3g}"]
         lines.append("| " + " | ".join(cells) + " |")
     anyone = next(iter(by_name.values()))[0]
@@ -281,7 +279,8 @@ def tables(by_name: dict[str, list[dict]]) -> str:
     lines.append(
         f"{dataset['name']}: {dataset['number']['train']} training and {dataset['number']['test']} held-out images. kNN: "
         f"k = {protocol['knn']['k']}, cosine, temperature {protocol['knn']['temperature']}; linear: {protocol['linear']['name']}. "
-        "Means over seeds, with the smallest and largest."
+        "Features are of the last layer, the mean of all tokens or the class token; norm: of its tokens. Means over seeds, "
+        "with the smallest and largest."
     )
     return "\n".join(lines) + "\n"
 
