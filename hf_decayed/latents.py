@@ -108,20 +108,26 @@ def keep_latents(
     accelerator: Accelerator,
     batch_size: int = 32,
     shard_size: int = 4096,
+    num_workers: int = 0,
 ) -> list[Path]:
     """Encodes every image and its mirror image into shards under `folder`; all processes call it. Returns the files."""
     vae.eval()
 
     def encode(pixel_values, places):
-        pixel_values = pixel_values.to(vae.dtype)
-        return {
-            "moments": vae.encode(pixel_values).latent_dist.parameters,
-            "mirrored": vae.encode(pixel_values.flip(-1)).latent_dist.parameters,
-        }
+        # In the autoencoder's own precision: what is kept is kept for good.
+        with torch.autocast(pixel_values.device.type, enabled=False):
+            moments = [
+                vae.encode(each.to(vae.dtype)).latent_dist.parameters for each in (pixel_values, pixel_values.flip(-1))
+            ]
+        if not all(torch.isfinite(each).all() for each in moments):
+            raise DataError(
+                f"The autoencoder gives latents that are not finite, among images {places[0]} to {places[-1]}."
+            )
+        return dict(zip(("moments", "mirrored"), moments))
 
     identity = {**identity, "vae": fingerprint(vae), "kind": "latents"}
     return write_shards(
-        encode, images, folder, identity, accelerator, batch_size, shard_size, description="encoding latents"
+        encode, images, folder, identity, accelerator, batch_size, shard_size, num_workers, "encoding latents"
     )
 
 
@@ -141,7 +147,7 @@ def latent_images(
     if options.keep_latents:
         identity = {"data": train._fingerprint, "columns": [image_column, label_column]}
         identity["processor"] = json.loads(processor.to_json_string())
-        shards = keep_latents(vae, images, options.latents_dir, identity, accelerator)
+        shards = keep_latents(vae, images, options.latents_dir, identity, accelerator, num_workers=options.num_workers)
         return KeptLatents(shards, int(options.memory_limit_gb * 2**30), **settings)
     if options.on_bad_image == "skip":
         raise DataError("--on_bad_image skip needs --keep_latents true.")

@@ -128,7 +128,8 @@ def leave_signals_to_the_parent(worker: int) -> None:
 MAY_CHANGE = set(
     "output_dir features_dir latents_dir resume_from_checkpoint recipe dataset_path report_to push_to_hub checkpointing_steps "
     "checkpoints_total_limit log_every eval_every eval_train_samples eval_test_samples max_eval_samples num_workers "
-    "memory_limit_gb cpu_threads max_skipped_steps".split()
+    "memory_limit_gb cpu_threads max_skipped_steps sample_every sample_steps sample_images eval_samples "
+    "guidance_scale".split()
 )
 
 

@@ -22,6 +22,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm.auto import tqdm
 
+from .evaluation.features import fingerprint
 from .models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from .models.unet_decayed_uvit import DecayedUViT2DModel
 from .pictures import save_grid
@@ -69,7 +70,7 @@ def sample(
         "classes": classes,
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
-        "scheduler": dict(pipeline.scheduler.config),
+        "scheduler": public(pipeline.scheduler.config),
         "seed": seed,
         "batch_size": batch_size,
     }
@@ -106,10 +107,17 @@ def sample(
         bar.update()
     bar.close()
     accelerator.wait_for_everyone()
+    if file_format == "png":  # each process its own, so that none waits long for another
+        (output / "images").mkdir(exist_ok=True)
+        for batch in mine:
+            for place, image in enumerate(np.load(shards / f"{batch:06d}.npy"), batch * batch_size):
+                image = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
+                image.save(output / "images" / f"{place:06d}.png")
+    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        collect(output, [shards / f"{batch:06d}.npy" for batch in batches], file_format)
-        record = {**identity, "finished": [*finished, file_format]}
-        (output / "sampling.json").write_text(json.dumps(record, indent=2) + "\n")
+        collect(output, [shards / f"{batch:06d}.npy" for batch in batches], num, file_format)
+        write_record(output, {**identity, "finished": [*finished, file_format]})
+        shutil.rmtree(shards)
     accelerator.wait_for_everyone()
     return done
 
@@ -136,8 +144,11 @@ def load_pipeline(model: str, revision: str | None = None, trust_remote_code: bo
     for key in inspect.signature(OURS[name].__init__).parameters.keys() & index.keys():
         arguments[key] = index[key]
         if isinstance(index[key], list):  # a component: its library and its class, or nothing
-            component = OURS.get(index[key][1]) or getattr(diffusers, index[key][1] or "", None)
-            arguments[key] = component and component.from_pretrained(model, subfolder=key, revision=revision)
+            library, component = index[key]
+            if component is not None:
+                component = OURS.get(component) or getattr(diffusers, component)
+                component = component.from_pretrained(model, subfolder=key, revision=revision)
+            arguments[key] = component
     return OURS[name](**arguments)
 
 
@@ -160,14 +171,19 @@ def seed_of(seed: int, place: int) -> int:
 
 
 def fingerprint_of(pipeline) -> str:
-    """Of the weights of every network in it."""
-    digest = hashlib.sha256()
-    for name, component in sorted(pipeline.components.items()):
-        if isinstance(component, torch.nn.Module):
-            for key, tensor in sorted(component.state_dict().items()):
-                digest.update(f"{name}.{key}".encode())
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    """Of weights and config of every network in it, and of its own config."""
+    networks = {
+        name: fingerprint(component)
+        for name, component in pipeline.components.items()
+        if isinstance(component, torch.nn.Module)
+    }
+    content = json.dumps([networks, public(pipeline.config)], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def public(config) -> dict:
+    """Without what the library notes for itself, in whatever order."""
+    return {name: value for name, value in config.items() if not name.startswith("_") or name == "_class_name"}
 
 
 def claim(output: Path, identity: dict) -> list[str]:
@@ -184,23 +200,25 @@ def claim(output: Path, identity: dict) -> list[str]:
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"'{output}' holds files that are no samples: name another --output.")
     (output / "shards").mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps(identity, indent=2) + "\n")
+    write_record(output, identity)
     return []
 
 
-def collect(output: Path, shards: list[Path], file_format: str) -> None:
-    parts = (np.load(shard) for shard in shards)
-    if file_format == "npz":
-        images = np.concatenate(list(parts))
-        np.savez(output / ".writing.npz", arr_0=images)
-        os.replace(output / ".writing.npz", output / "samples.npz")
-    else:
-        folder, place = output / "images", 0
-        folder.mkdir(exist_ok=True)
-        for part in parts:
-            for image in part:
-                Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image).save(folder / f"{place:06d}.png")
-                place += 1
+def write_record(output: Path, record: dict) -> None:
+    temporary = output / ".writing.json"
+    temporary.write_text(json.dumps(record, indent=2) + "\n")
+    os.replace(temporary, output / "sampling.json")
+
+
+def collect(output: Path, shards: list[Path], num: int, file_format: str) -> None:
+    """A picture of the first samples, and for `npz` the one file."""
     first = np.load(shards[0])
     save_grid(output / "samples.png", first[:64] / 255)
-    shutil.rmtree(output / "shards")
+    if file_format == "npz":
+        images, place = np.empty((num, *first.shape[1:]), dtype=np.uint8), 0
+        for shard in shards:
+            part = np.load(shard)
+            images[place : place + len(part)] = part
+            place += len(part)
+        np.savez(output / ".writing.npz", arr_0=images)
+        os.replace(output / ".writing.npz", output / "samples.npz")

@@ -234,12 +234,14 @@ class TestBoth:
             model_class(**{**SIZES, **arguments})
 
     def test_warnings(self, model_class):
-        for decay, said in ((0.3, "below 0.45"), (0.99, "outside")):
+        for decay, said in ((0.3, "below 0.45"), ("auto", "below 0.45"), (0.99, "outside")):  # `auto`: so few blocks
             with pytest.warns(UserWarning, match=said):
                 model_class(**SIZES, shortcut_decay=decay)
+        with pytest.raises(ValueError, match="cannot reach an effective decay"):
+            model_class(**SIZES, shortcut_decay="auto", shortcut_scope="attention")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model_class(**SIZES, shortcut_decay="auto")
+            model_class(**{**SIZES, "num_layers": 12}, shortcut_decay="auto")
             model_class(**SIZES, shortcut_decay=1.0)
 
     def test_bad_inputs(self, model_class, sample):
@@ -289,7 +291,7 @@ def test_stock_pipelines_take_the_uvit(pipeline, scheduler):
 
 class Known(ModelMixin, ConfigMixin):
     @register_to_config
-    def __init__(self, sample_size=16, in_channels=2, num_classes=3, kind="noise", broken=False):
+    def __init__(self, sample_size=16, in_channels=3, num_classes=3, kind="noise", broken=False):
         super().__init__()
         self.anything = torch.nn.Parameter(torch.zeros(1))
         self.calls = []
@@ -304,10 +306,11 @@ class Known(ModelMixin, ConfigMixin):
             signal, noise = level.sqrt(), (1 - level).sqrt()
         else:
             signal, noise = timestep, 1 - timestep
+        dtype, sample = sample.dtype, sample.float()
         rest = (sample - signal * means) / (signal**2 * 0.16 + noise**2)
         noise_in_it, data_in_it = noise * rest, means + signal * 0.16 * rest
         answer = noise_in_it if self.config.kind == "noise" else data_in_it - noise_in_it
-        return type("Output", (), {"sample": answer * (math.nan if self.config.broken else 1)})
+        return type("Output", (), {"sample": answer.to(dtype) * (math.nan if self.config.broken else 1)})
 
 
 def known_pipeline(kind, scheduler, **arguments):
@@ -347,13 +350,27 @@ def test_samples_have_the_mean_and_deviation_of_the_data(name):
         generator=seeds,
         output_type="latent",
     ).images
-    assert images.shape == (16, 2, 16, 16)
+    assert images.shape == (16, 3, 16, 16)
     for part_, mean in ((images[:8], 2), (images[8:], 1)):
         assert part_.mean() == pytest.approx(mean, abs=tolerance)
         assert part_.std() == pytest.approx(0.4, abs=tolerance)
     # Twice as many with Heun's method but for the last step, as it must be.
     network = pipeline.unet if kind == "noise" else pipeline.transformer
     assert len(network.calls) == (2 * steps - 1 if "Heun" in name else steps)
+
+
+def test_networks_in_half_precision_sample_as_well():
+    """Of many small steps, each would be lost if the sample itself were kept in the network's precision."""
+    pipeline = known_pipeline("flow", FlowMatchEulerDiscreteScheduler())
+    pipeline.transformer.to(torch.bfloat16)
+    images = pipeline(
+        2,
+        num_images_per_label=8,
+        num_inference_steps=250,
+        output_type="latent",
+        generator=torch.Generator().manual_seed(0),
+    ).images
+    assert images.mean() == pytest.approx(2, abs=0.05) and images.std() == pytest.approx(0.4, abs=0.03)
 
 
 @pytest.mark.parametrize("kind, scheduler", [("noise", DDIMScheduler(clip_sample=False)), ("flow", None)])
@@ -393,7 +410,7 @@ def test_callbacks_and_given_noise():
         return {"latents": torch.zeros_like(tensors["latents"])} if step == 3 else tensors
 
     images = pipeline(
-        latents=torch.ones(2, 2, 16, 16), batch_size=2, num_inference_steps=4, callback_on_step_end=stop_the_noise
+        latents=torch.ones(2, 3, 16, 16), batch_size=2, num_inference_steps=4, callback_on_step_end=stop_the_noise
     ).images
     assert seen == [0, 1, 2, 3] and len(images) == 2
 
@@ -404,7 +421,7 @@ def test_what_a_pipeline_refuses():
         ({"class_labels": 3}, r"must lie in \[0, 3\), got 3"),
         ({"class_labels": ["three"]}, "no class 'three'; there are naught, one, two"),
         ({"guidance_scale": 2.0}, "needs `class_labels`"),
-        ({"latents": torch.zeros(1, 2, 8, 8)}, "`latents` must have shape"),
+        ({"latents": torch.zeros(1, 3, 8, 8)}, "`latents` must have shape"),
     ):
         with pytest.raises(ValueError, match=said):
             pipeline(**arguments)
@@ -414,9 +431,12 @@ def test_what_a_pipeline_refuses():
         ("noise", DPMSolverMultistepScheduler(prediction_type="v_prediction"), "predicts 'epsilon'.*'v_prediction'"),
         ("noise", FlowMatchEulerDiscreteScheduler(), "predicts 'epsilon'"),
         ("flow", DPMSolverMultistepScheduler(), "velocity of a flow.*'epsilon'"),
+        ("flow", DPMSolverMultistepScheduler(prediction_type="flow_prediction"), "use_flow_sigmas=True"),
     ):
         with pytest.raises(ValueError, match=said):
             known_pipeline(kind, scheduler)()
+    with pytest.raises(ValueError, match="no VAE to make images of them"):
+        known_pipeline("noise", DPMSolverMultistepScheduler(), in_channels=4)(num_inference_steps=2)
     with pytest.raises(ValueError, match="NaN or infinity, so there are no images"):
         known_pipeline("noise", DPMSolverMultistepScheduler(), broken=True)(num_inference_steps=2)
 

@@ -81,6 +81,7 @@ def test_kept_latents_are_the_latents(tmp_path):
         horizontal_flip=True,
         keep_latents=False,
         latents_dir=tmp_path,
+        num_workers=0,
         memory_limit_gb=1,
     )
     accelerator = Accelerator(cpu=True)

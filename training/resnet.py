@@ -22,7 +22,6 @@ from accelerate import PartialState
 from huggingface_hub.errors import StrictDataclassError
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_decayed import DecayedResNetConfig, DecayedResNetForImageClassification
 from hf_decayed.cli import field_and_value
@@ -113,7 +112,8 @@ def main():
         output_dir=options.output_dir / "checkpoints",
         max_steps=1,  # set once the number of images is known
         per_device_train_batch_size=options.batch_size,
-        per_device_eval_batch_size=64,
+        per_device_eval_batch_size=64 * PartialState().num_processes,  # shared out, as training batches are
+        average_tokens_across_devices=False,  # our loss is a mean over images already
         max_grad_norm=0.0,
         weight_decay=options.weight_decay,
         lr_scheduler_type="cosine",
@@ -154,7 +154,10 @@ def main():
     identity_file = options.output_dir / "identity.json"
     checkpoint = options.resume_from_checkpoint
     if checkpoint == "latest":
-        checkpoint = identity_file.exists() and get_last_checkpoint(training_arguments.output_dir) or None
+        # The Trainer writes this file last: without it the process was killed while it wrote.
+        whole = Path(training_arguments.output_dir).glob("checkpoint-*/trainer_state.json")
+        newest = max(whole, key=lambda path: int(path.parent.name.partition("-")[2]), default=None)
+        checkpoint = str(newest.parent) if newest and identity_file.exists() else None
     if checkpoint:
         refuse_another_run(Path(checkpoint).name, {"identity": json.loads(identity_file.read_text())}, identity)
         print(f"resuming from {checkpoint}")
@@ -259,6 +262,11 @@ def make_data(options, config, normalisation: dict, size: tuple[int, int]):
     return images, held_out, class_names, name
 
 
+def images_and_labels(batch: dict) -> dict:
+    """All that the model takes; a name, because workers may have to pickle it."""
+    return {name: batch[name] for name in ("pixel_values", "labels")}
+
+
 class RankTrainer(Trainer):
     """Takes the images in the order of the other scripts, and hands features to the metrics besides logits."""
 
@@ -272,7 +280,7 @@ class RankTrainer(Trainer):
         loader = torch.utils.data.DataLoader(
             self.train_dataset,
             batch_sampler=batches,
-            collate_fn=lambda batch: {name: batch[name] for name in ("pixel_values", "labels")},
+            collate_fn=images_and_labels,
             num_workers=self.num_workers,
             worker_init_fn=leave_signals_to_the_parent,
         )

@@ -1,7 +1,7 @@
 """Trains a SiT with decayed shortcuts, the velocity of a flow from noise to images, and samples from it.
 
     accelerate launch training/sit.py
-    accelerate launch training/sit.py --size S/2 --shortcut_decay 1.0 --set encoder_decoder_skips=false
+    accelerate launch training/sit.py --size S --patch_size 2 --shortcut_decay 1.0 --set encoder_decoder_skips=false
     accelerate launch training/sit.py --resume_from_checkpoint latest
 
 Without arguments: the recipe `tiny` on the bundled Fashion-MNIST images, on a CPU in about five minutes; it leaves a
@@ -113,12 +113,17 @@ def parse_arguments(arguments=None):
     running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
 
     options, recipe = parse_with_recipe(parser, RECIPES, arguments)
-    options.fields = {**recipe.get("fields", {}), **dict(options.fields or [])}
+    fields = recipe.get("fields", {})
+    if any(word.partition("=")[0] == "--size" for word in sys.argv[1:] if arguments is None) or "--size" in (
+        arguments or []
+    ):
+        fields = {name: value for name, value in fields.items() if name not in SIZES["S"]}  # asked for by name instead
+    options.fields = {**fields, **dict(options.fields or [])}
     if options.shortcut_decay is not None:
         options.fields["shortcut_decay"] = options.shortcut_decay
     if options.size not in SIZES:
         parser.error(f"--size must be one of {', '.join(SIZES)}, got {options.size}")
-    for name in ("batch_size", "checkpointing_steps", "log_every", "max_train_steps"):
+    for name in ("batch_size", "checkpointing_steps", "log_every", "max_train_steps", "sample_images"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     return options
@@ -156,8 +161,8 @@ def main():
     vae = None
     if options.vae:
         vae = AutoencoderKL.from_pretrained(options.vae).requires_grad_(False).to(accelerator.device).eval()
-        images = latent_images(vae, train, image_column, label_column, options, accelerator)
         channels, sample_size = vae.config.latent_channels, sample_size_of(vae, options.image_size)
+        images = latent_images(vae, train, image_column, label_column, options, accelerator)
     else:
         channels, sample_size = options.fields.get("in_channels", 3), options.image_size
         augmentation = Augmentation(
@@ -309,6 +314,8 @@ def main():
 
     # End.
     bar.close()
+    if accelerator.is_main_process:  # before the last look, which may fail
+        sampler.pipeline(average.module).save_pretrained(options.output_dir)
     measured = sampler.look(average.module, options.output_dir / "samples.png")
     accelerator.log(measured, step=step)
     accelerator.wait_for_everyone()
@@ -331,7 +338,6 @@ def main():
             "precision": accelerator.mixed_precision,
             "versions": versions(),
         }
-        sampler.pipeline(average.module).save_pretrained(options.output_dir)
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         save_curves(options.output_dir / "curves.png", log.records())
         card(config, results).save(options.output_dir / "README.md")
@@ -364,7 +370,7 @@ class Sampler:
         size = (options.image_size, options.image_size)
         channels = config.in_channels if vae is None else vae.config.in_channels
         self.name = f"frechet_pixels_{options.eval_samples}_guidance_{options.guidance_scale:g}"
-        self.reference = None
+        self.channels, self.reference = channels, None
         if options.eval_samples > 1:
             real, _ = evaluation_images(
                 some(train, options.eval_samples), image_column, None, size, channels, options.on_bad_image
@@ -387,8 +393,8 @@ class Sampler:
             places = list(mine)[start : start + 64]
             labels = [place % len(self.class_names) for place in places] if self.class_names else None
             with self.accelerator.autocast():
-                parts.append(
-                    pipeline(
+                try:
+                    made = pipeline(
                         class_labels=labels,
                         batch_size=len(places),
                         num_inference_steps=self.options.sample_steps,
@@ -397,13 +403,19 @@ class Sampler:
                         generator=[torch.Generator().manual_seed(place) for place in places],
                         output_type="pt",
                     ).images
-                )
+                except ValueError:  # not finite; the other processes wait for this one's part
+                    made = torch.full((len(places), self.channels, *2 * [self.options.image_size]), math.nan)
+            parts.append(made)
         # Process p has places p, p + n, ...: side by side they are in order again. Short ones are filled up to gather.
-        images = torch.cat(parts).to(self.accelerator.device)
+        shape = (0, self.channels, self.options.image_size, self.options.image_size)
+        images = torch.cat([torch.zeros(shape), *(part.float().cpu() for part in parts)]).to(self.accelerator.device)
         longest = math.ceil(self.number / self.accelerator.num_processes)
         images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, longest - len(images)))
         images = self.accelerator.gather(images).unflatten(0, (-1, longest)).transpose(0, 1).flatten(0, 1).cpu()
         images = images[: self.number]
+        if not torch.isfinite(images).all():
+            self.accelerator.print("no picture: some samples are not finite")
+            return {}
         if self.accelerator.is_main_process:
             shown = images[: self.options.sample_images].permute(0, 2, 3, 1).float().numpy()
             save_grid(picture, shown)

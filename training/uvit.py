@@ -55,6 +55,11 @@ from hf_decayed.runs import (
 
 
 RECIPES = Path(__file__).parent / "recipes" / "uvit"
+# A thousand noise levels: for pixels those of DDPM, for latents those of Stable Diffusion, as U-ViT has them.
+BETAS = {
+    False: {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02},
+    True: {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
+}
 
 
 def parse_arguments(arguments=None):
@@ -112,12 +117,17 @@ def parse_arguments(arguments=None):
     running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
 
     options, recipe = parse_with_recipe(parser, RECIPES, arguments)
-    options.fields = {**recipe.get("fields", {}), **dict(options.fields or [])}
+    fields = recipe.get("fields", {})
+    if any(word.partition("=")[0] == "--size" for word in sys.argv[1:] if arguments is None) or "--size" in (
+        arguments or []
+    ):
+        fields = {name: value for name, value in fields.items() if name not in SIZES["S"]}  # asked for by name instead
+    options.fields = {**fields, **dict(options.fields or [])}
     if options.shortcut_decay is not None:
         options.fields["shortcut_decay"] = options.shortcut_decay
     if options.size not in SIZES:
         parser.error(f"--size must be one of {', '.join(SIZES)}, got {options.size}")
-    for name in ("batch_size", "checkpointing_steps", "log_every", "max_train_steps"):
+    for name in ("batch_size", "checkpointing_steps", "log_every", "max_train_steps", "sample_images"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     return options
@@ -155,8 +165,8 @@ def main():
     vae = None
     if options.vae:
         vae = AutoencoderKL.from_pretrained(options.vae).requires_grad_(False).to(accelerator.device).eval()
-        images = latent_images(vae, train, image_column, label_column, options, accelerator)
         channels, sample_size = vae.config.latent_channels, sample_size_of(vae, options.image_size)
+        images = latent_images(vae, train, image_column, label_column, options, accelerator)
     else:
         channels, sample_size = options.fields.get("in_channels", 3), options.image_size
         augmentation = Augmentation(
@@ -188,7 +198,7 @@ def main():
     config = model.config
     if options.gradient_checkpointing:
         model.enable_gradient_checkpointing()
-    noise_levels = DDPMScheduler()  # 1000 of them, betas from 1e-4 to 0.02
+    noise_levels = DDPMScheduler(**BETAS[vae is not None])
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay)).to(accelerator.device)
     accelerator.register_for_checkpointing(average)
 
@@ -307,6 +317,8 @@ def main():
 
     # End.
     bar.close()
+    if accelerator.is_main_process:  # before the last look, which may fail
+        sampler.pipeline(average.module).save_pretrained(options.output_dir)
     measured = sampler.look(average.module, options.output_dir / "samples.png")
     accelerator.log(measured, step=step)
     accelerator.wait_for_everyone()
@@ -329,7 +341,6 @@ def main():
             "precision": accelerator.mixed_precision,
             "versions": versions(),
         }
-        sampler.pipeline(average.module).save_pretrained(options.output_dir)
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         save_curves(options.output_dir / "curves.png", log.records())
         card(config, results).save(options.output_dir / "README.md")
@@ -362,7 +373,7 @@ class Sampler:
         size = (options.image_size, options.image_size)
         channels = config.in_channels if vae is None else vae.config.in_channels
         self.name = f"frechet_pixels_{options.eval_samples}_guidance_{options.guidance_scale:g}"
-        self.reference = None
+        self.channels, self.reference = channels, None
         if options.eval_samples > 1:
             real, _ = evaluation_images(
                 some(train, options.eval_samples), image_column, None, size, channels, options.on_bad_image
@@ -372,7 +383,7 @@ class Sampler:
     def pipeline(self, model) -> DecayedUViTPipeline:
         names = dict(enumerate(self.class_names)) or None
         # The levels that the network was trained on.
-        scheduler = DPMSolverMultistepScheduler(beta_schedule="linear", beta_start=1e-4, beta_end=0.02)
+        scheduler = DPMSolverMultistepScheduler(**BETAS[self.vae is not None])
         pipeline = DecayedUViTPipeline(model, scheduler, self.vae, id2label=names)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -387,8 +398,8 @@ class Sampler:
             places = list(mine)[start : start + 64]
             labels = [place % len(self.class_names) for place in places] if self.class_names else None
             with self.accelerator.autocast():
-                parts.append(
-                    pipeline(
+                try:
+                    made = pipeline(
                         class_labels=labels,
                         batch_size=len(places),
                         num_inference_steps=self.options.sample_steps,
@@ -397,13 +408,19 @@ class Sampler:
                         generator=[torch.Generator().manual_seed(place) for place in places],
                         output_type="pt",
                     ).images
-                )
+                except ValueError:  # not finite; the other processes wait for this one's part
+                    made = torch.full((len(places), self.channels, *2 * [self.options.image_size]), math.nan)
+            parts.append(made)
         # Process p has places p, p + n, ...: side by side they are in order again. Short ones are filled up to gather.
-        images = torch.cat(parts).to(self.accelerator.device)
+        shape = (0, self.channels, self.options.image_size, self.options.image_size)
+        images = torch.cat([torch.zeros(shape), *(part.float().cpu() for part in parts)]).to(self.accelerator.device)
         longest = math.ceil(self.number / self.accelerator.num_processes)
         images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, longest - len(images)))
         images = self.accelerator.gather(images).unflatten(0, (-1, longest)).transpose(0, 1).flatten(0, 1).cpu()
         images = images[: self.number]
+        if not torch.isfinite(images).all():
+            self.accelerator.print("no picture: some samples are not finite")
+            return {}
         if self.accelerator.is_main_process:
             shown = images[: self.options.sample_images].permute(0, 2, 3, 1).float().numpy()
             save_grid(picture, shown)

@@ -23,7 +23,8 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
     check_features("features", features)
     features = features.cpu() if features.device.type == "mps" else features  # which has no float64
     # Products and sums of a block in the features' own precision, which is twice as fast; over blocks in float64.
-    kept = torch.promote_types(features.dtype, torch.float32)
+    # RankMe takes roots of the spectrum, which blow rounding up: in float64 altogether.
+    kept = torch.float64 if kind == "rankme" else torch.promote_types(features.dtype, torch.float32)
     blocks = features.split(BANK_BLOCK)
     mean = sum(block.to(kept).sum(dim=0).double() for block in blocks) / len(features)
     centre = torch.zeros_like(mean, dtype=kept) if kind == "rankme" else mean.to(kept)

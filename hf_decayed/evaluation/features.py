@@ -157,7 +157,7 @@ def write_shard(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:
     """Whole or not at all."""
     if not parts:
         raise DataError(f"None of the images of {path.stem} could be decoded.")
-    temporary = path.with_name(f".writing-{path.name}")
+    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")  # two runs may want the same
     save_file({name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}, temporary)
     os.replace(temporary, path)
 

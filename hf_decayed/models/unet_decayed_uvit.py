@@ -59,6 +59,12 @@ def shortcut_alphas(num_blocks: int, decay: float, schedule: str, granularity: s
 
 def suggested_decay(num_blocks: int, schedule: str, granularity: str, scope: str) -> float:
     """The decay whose alphas have `EFFECTIVE_DECAY_TARGET` as their product, to six decimals."""
+    pairs = shortcut_alphas(num_blocks, 0.0, schedule, granularity, scope)
+    if math.prod(attention * mlp for attention, mlp in pairs) > EFFECTIVE_DECAY_TARGET:
+        raise ValueError(
+            f"{num_blocks} blocks with scope '{scope}' and schedule '{schedule}' cannot reach an effective decay of "
+            f"{EFFECTIVE_DECAY_TARGET}: set `shortcut_decay` by hand."
+        )
     low, high = 0.0, 1.0
     for _ in range(50):  # the product grows with the decay
         middle = (low + high) / 2
@@ -167,7 +173,7 @@ def shortcut_sum(hidden_states: torch.Tensor, branch: torch.Tensor, alpha: float
     """`alpha * hidden_states + branch`, in one pass over memory."""
     if isinstance(alpha, float):
         return torch.add(branch, hidden_states, alpha=alpha)
-    return torch.addcmul(branch, hidden_states, alpha.to(branch.dtype))
+    return torch.addcmul(branch, hidden_states, alpha.to(hidden_states.dtype))
 
 
 class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
@@ -242,8 +248,7 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
         num_blocks = num_layers + 1
         learned = shortcut_schedule == "learned"
         fixed_schedule = "constant" if learned else shortcut_schedule
-        chosen_by_hand = shortcut_decay != "auto"
-        if not chosen_by_hand:
+        if shortcut_decay == "auto":
             # The number replaces the word, so that the saved file says what the network does.
             shortcut_decay = (
                 1.0
@@ -256,7 +261,7 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
         alphas = shortcut_alphas(
             num_blocks, 1.0 if learned else float(shortcut_decay), fixed_schedule, shortcut_granularity, shortcut_scope
         )
-        if chosen_by_hand and not learned:
+        if not learned:
             warn_of_decay(shortcut_decay, alphas)
 
         self.gradient_checkpointing = False

@@ -20,6 +20,7 @@ import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
+from huggingface_hub import HfApi
 
 
 class DecayedSiTPipeline(DiffusionPipeline):
@@ -29,7 +30,8 @@ class DecayedSiTPipeline(DiffusionPipeline):
     Args:
         transformer (`DecayedSiTTransformer2DModel`): The network.
         scheduler (`SchedulerMixin`): Any for flow matching: `FlowMatchEulerDiscreteScheduler(shift=1.0)`, Heun's, a
-            DPM-Solver with `prediction_type="flow_prediction"`, or `SiTSDEScheduler`, the official stochastic sampler.
+            DPM-Solver with `prediction_type="flow_prediction", use_flow_sigmas=True`, or `SiTSDEScheduler`, the official
+            stochastic sampler.
         vae (`AutoencoderKL`, *optional*): For networks of latents. Without it the network's samples are the images.
         id2label (`dict`, *optional*): Names of the classes by number.
         latent_scale, latent_shift (`float`, *optional*): Latents are `(encoded - shift) * scale`; the VAE's own when not
@@ -113,11 +115,12 @@ class DecayedSiTPipeline(DiffusionPipeline):
         size = (size, size) if isinstance(size, int) else size
         shape = (number, channels, height or size[0], width or size[1])
         if latents is None:
-            latents = randn_tensor(shape, generator=generator, device=device, dtype=dtype)
+            latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
         elif tuple(latents.shape) != shape:
             raise ValueError(f"`latents` must have shape {shape}, got {tuple(latents.shape)}.")
         set_timesteps(self.scheduler, num_inference_steps, device)
-        latents = latents.to(device, dtype) * getattr(self.scheduler, "init_noise_sigma", 1.0)
+        # In float32 throughout: in half precision the small steps of many would be rounded away.
+        latents = latents.to(device, torch.float32) * getattr(self.scheduler, "init_noise_sigma", 1.0)
         conditions = {}
         if labels is not None:
             conditions["class_labels"] = torch.tensor(labels, device=device)
@@ -130,13 +133,13 @@ class DecayedSiTPipeline(DiffusionPipeline):
             inputs, time = latents, 1 - timestep / unit  # SiT's time runs from noise at 0 to data at 1
             if guided and low <= float(timestep) <= high:
                 both = {"class_labels": torch.cat([conditions["class_labels"], null_labels])}
-                predicted = self.transformer(torch.cat([inputs, inputs]), time, **both).sample
-                conditional, unconditional = predicted.chunk(2)
+                predicted = self.transformer(torch.cat([inputs, inputs]).to(dtype), time, **both).sample
+                conditional, unconditional = predicted.float().chunk(2)
                 predicted = torch.lerp(unconditional, conditional, guidance_scale)
             else:
-                predicted = self.transformer(inputs, time, **conditions).sample
+                predicted = self.transformer(inputs.to(dtype), time, **conditions).sample
             # Schedulers have the velocity from data to noise, SiT has it from noise to data.
-            latents = self.scheduler.step(-predicted, timestep, latents, **more).prev_sample.to(dtype)
+            latents = self.scheduler.step(-predicted.float(), timestep, latents, **more).prev_sample
             if callback_on_step_end is not None:
                 tensors = {name: {"latents": latents}[name] for name in callback_on_step_end_tensor_inputs}
                 latents = callback_on_step_end(self, step, timestep, tensors).pop("latents", latents)
@@ -169,14 +172,22 @@ class DecayedSiTPipeline(DiffusionPipeline):
 
     def check_scheduler(self) -> None:
         """Flow-matching schedulers say so by their class, by a method of their own, or by what they are set up for."""
-        kind = getattr(self.scheduler.config, "prediction_type", None)
-        if not hasattr(self.scheduler, "scale_noise") and kind != "flow_prediction":
+        config = self.scheduler.config
+        kind = getattr(config, "prediction_type", None)
+        flows = kind == "flow_prediction" and getattr(config, "use_flow_sigmas", False)
+        if not hasattr(self.scheduler, "scale_noise") and not flows:
             raise ValueError(
                 f"SiT predicts the velocity of a flow, and {type(self.scheduler).__name__} is set up for {kind!r}: take "
-                "FlowMatchEulerDiscreteScheduler(shift=1.0), or another scheduler with `prediction_type='flow_prediction'`."
+                "FlowMatchEulerDiscreteScheduler(shift=1.0), or another scheduler with `prediction_type='flow_prediction'` "
+                "and `use_flow_sigmas=True`."
             )
 
     def decoded(self, latents: torch.Tensor, output_type: str):
+        if self.vae is None and (self.config.latent_scale is not None or latents.shape[1] not in (1, 3)):
+            raise ValueError(
+                "This is a network of latents, and the pipeline has no VAE to make images of them: load it with `vae=`, or "
+                "take `output_type='latent'`."
+            )
         if self.vae is not None:
             scale = self.config.latent_scale or getattr(self.vae.config, "scaling_factor", None) or 1.0
             shift = self.config.latent_shift or getattr(self.vae.config, "shift_factor", None) or 0.0
@@ -190,12 +201,17 @@ class DecayedSiTPipeline(DiffusionPipeline):
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
         """Saves the components and the code that loads them: the folder is what a Hub repository should hold."""
+        upload = kwargs.pop("push_to_hub", False)
+        repository = {
+            name: kwargs.pop(name) for name in ("repo_id", "private", "token", "commit_message") if name in kwargs
+        }
         super().save_pretrained(save_directory, **kwargs)
         folder = Path(save_directory)
         index = json.loads((folder / "model_index.json").read_text())
         index["_class_name"] = [copy_source(type(self), folder), type(self).__name__]
         auto_map = {}
         for name, component in self.components.items():
+            component = getattr(component, "_orig_mod", component)  # as it was before it was compiled
             if component is not None and not type(component).__module__.startswith("diffusers."):
                 module = copy_source(type(component), folder / name)
                 index[name] = [module, type(component).__name__]
@@ -206,6 +222,13 @@ class DecayedSiTPipeline(DiffusionPipeline):
                     config_file.write_text(json.dumps(config, indent=2) + "\n")
         # Diffusers' AutoModel looks for the map of a component here, where there is an index.
         (folder / "model_index.json").write_text(json.dumps({**index, "auto_map": auto_map}, indent=2) + "\n")
+        if upload:  # only now is the folder whole
+            message = repository.pop("commit_message", None)
+            name = repository.pop("repo_id", folder.name)
+            name = HfApi().create_repo(name, exist_ok=True, **repository).repo_id
+            HfApi(token=repository.get("token")).upload_folder(
+                repo_id=name, folder_path=folder, commit_message=message
+            )
 
 
 def set_timesteps(scheduler, num_inference_steps: int, device) -> None:
