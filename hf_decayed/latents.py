@@ -5,6 +5,7 @@ interruption. A sample is drawn from them anew in every epoch, so training on ke
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from accelerate import Accelerator
 from diffusers import AutoencoderKL
 from safetensors import safe_open
 from torch.utils.data import Dataset
+from tqdm.auto import tqdm
 from transformers import CLIPImageProcessorPil
 
-from .data import DataError, sample_generator
+from .data import Augmentation, DataError, DiffusionImages, sample_generator
 from .evaluation.features import ImagesInOrder, fingerprint, read_shards, write_shards
 
 
@@ -129,6 +131,36 @@ def keep_latents(
     return write_shards(
         encode, images, folder, identity, accelerator, batch_size, shard_size, num_workers, "encoding latents"
     )
+
+
+def diffusion_images(
+    vae: AutoencoderKL | None, channels: int, train, image_column: str, label_column: str | None, options, accelerator
+) -> tuple[Dataset, int, int]:
+    """What a diffusion script trains on: pixels in [-1, 1], or latents of a `vae`; channels, height and width of each."""
+    if vae is not None:
+        sample_size = sample_size_of(vae, options.image_size)
+        images = latent_images(vae, train, image_column, label_column, options, accelerator)
+        return images, vae.config.latent_channels, sample_size
+    augmentation = Augmentation(
+        (options.image_size, options.image_size),
+        channels,
+        0,  # no patches are masked
+        mean=[0.5] * channels,
+        std=[0.5] * channels,
+        seed=options.seed,
+        crop_scale=(1.0, 1.0),
+        horizontal_flip=options.horizontal_flip,
+    )
+    images = DiffusionImages(
+        train,
+        image_column,
+        augmentation,
+        memory_limit=int(options.memory_limit_gb * 2**30),
+        on_bad_image=options.on_bad_image,
+        progress=partial(tqdm, disable=not accelerator.is_local_main_process, leave=False),
+        label_column=label_column,
+    )
+    return images, channels, options.image_size
 
 
 def latent_images(

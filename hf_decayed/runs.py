@@ -14,7 +14,7 @@ import torch
 import transformers
 import yaml
 from accelerate import Accelerator, PartialState
-from datasets import ClassLabel
+from datasets import ClassLabel, Dataset
 from huggingface_hub.errors import StrictDataclassError
 
 from . import __version__
@@ -84,14 +84,19 @@ def load_labelled_images(options: argparse.Namespace, accelerator: Accelerator |
         raise DataError("Classifying needs labels, and there is no label column: name one with --label_column_name.")
     if held_out is None:
         held_out, train = hold_out(train, len(train) // 10)
-    feature = train.features[label_column]
-    class_names = feature.names if isinstance(feature, ClassLabel) else None
-    class_names = class_names or [str(number) for number in range(1 + max(train[label_column]))]
+    class_names = class_names_of(train, label_column)
     train, held_out = some(train, options.max_train_samples), some(held_out, options.max_eval_samples)
     for split, rows in (("training", train), ("held-out", held_out)):
         if not 0 <= min(rows[label_column]) <= max(rows[label_column]) < len(class_names):
             raise DataError(f"The {split} labels do not lie in [0, {len(class_names)}): is it the right split?")
     return train, held_out, name, image_column, label_column, class_names
+
+
+def class_names_of(train: Dataset, label_column: str) -> list[str]:
+    """What the data calls its classes, or their numbers."""
+    feature = train.features[label_column]
+    names = feature.names if isinstance(feature, ClassLabel) else None
+    return names or [str(number) for number in range(1 + max(train[label_column]))]
 
 
 def boolean(text: str) -> bool:

@@ -13,13 +13,11 @@ import json
 import math
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration, set_seed
-from datasets import ClassLabel
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from huggingface_hub import ModelCard
 from torch.nn import functional as F
@@ -28,19 +26,19 @@ from tqdm.auto import tqdm
 
 from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.cli import field_and_value
-from hf_decayed.data import Augmentation, DataError, DiffusionImages, EpochBatches, as_it_is, evaluation_images, some
-from hf_decayed.evaluation import frechet_distance
+from hf_decayed.data import DataError, EpochBatches, as_it_is, some
 from hf_decayed.evaluation.features import fingerprint
-from hf_decayed.latents import EncodedLatents, latent_images, sample_size_of
+from hf_decayed.latents import EncodedLatents, diffusion_images
 from hf_decayed.models.transformer_decayed_sit import SIZES, DecayedSiTTransformer2DModel
 from hf_decayed.optimization import parameter_groups
-from hf_decayed.pictures import save_curves, save_grid
+from hf_decayed.pictures import save_curves
 from hf_decayed.pipelines.pipeline_decayed_sit import DecayedSiTPipeline
 from hf_decayed.runs import (
     MetricsFile,
     StopSignal,
     add_data_arguments,
     boolean,
+    class_names_of,
     flags_without_paths,
     identity_of,
     leave_signals_to_the_parent,
@@ -52,6 +50,7 @@ from hf_decayed.runs import (
     share_cores,
     versions,
 )
+from hf_decayed.sampling import Looks
 
 
 RECIPES = Path(__file__).parent / "recipes" / "sit"
@@ -75,7 +74,7 @@ def parse_arguments(arguments=None):
     latents.add_argument("--latents_dir", type=Path, default=Path("outputs/latents"), help="where latents are kept")
 
     model = parser.add_argument_group("model")
-    model.add_argument("--size", default="S", help=", ".join(SIZES))
+    model.add_argument("--size", help=f"{', '.join(SIZES)}; S when neither flag nor recipe says")
     model.add_argument("--patch_size", type=int, default=2)
     model.add_argument("--shortcut_decay", type=lambda text: text if text == "auto" else float(text))
     model.add_argument(
@@ -114,10 +113,9 @@ def parse_arguments(arguments=None):
 
     options, recipe = parse_with_recipe(parser, RECIPES, arguments)
     fields = recipe.get("fields", {})
-    if any(word.partition("=")[0] == "--size" for word in sys.argv[1:] if arguments is None) or "--size" in (
-        arguments or []
-    ):
-        fields = {name: value for name, value in fields.items() if name not in SIZES["S"]}  # asked for by name instead
+    if options.size not in (None, recipe.get("size")):  # asked for by name: the recipe's own sizes give way
+        fields = {name: value for name, value in fields.items() if name not in SIZES["S"]}
+    options.size = options.size or "S"
     options.fields = {**fields, **dict(options.fields or [])}
     if options.shortcut_decay is not None:
         options.fields["shortcut_decay"] = options.shortcut_decay
@@ -156,34 +154,18 @@ def main():
     train, _, dataset_name, image_column, label_column = load_images(options, accelerator)
     train = some(train, options.max_train_samples)
     label_column = label_column if options.conditional else None
-    class_names = class_names_of(train, label_column)
-    progress = partial(tqdm, disable=not accelerator.is_local_main_process, leave=False)
+    if label_column and min(train[label_column]) < 0:
+        raise DataError(
+            "The labels hold numbers below 0: train without them (--conditional false), or name another column."
+        )
+    class_names = class_names_of(train, label_column) if label_column else []
     vae = None
     if options.vae:
         vae = AutoencoderKL.from_pretrained(options.vae).requires_grad_(False).to(accelerator.device).eval()
-        channels, sample_size = vae.config.latent_channels, sample_size_of(vae, options.image_size)
-        images = latent_images(vae, train, image_column, label_column, options, accelerator)
-    else:
-        channels, sample_size = options.fields.get("in_channels", 3), options.image_size
-        augmentation = Augmentation(
-            (sample_size, sample_size),
-            channels,
-            0,  # no patches are masked
-            mean=[0.5] * channels,  # images in [-1, 1]
-            std=[0.5] * channels,
-            seed=options.seed,
-            crop_scale=(1.0, 1.0),
-            horizontal_flip=options.horizontal_flip,
-        )
-        images = DiffusionImages(
-            train,
-            image_column,
-            augmentation,
-            memory_limit=int(options.memory_limit_gb * 2**30),
-            on_bad_image=options.on_bad_image,
-            progress=progress,
-            label_column=label_column,
-        )
+    image_channels = options.fields.get("in_channels", 3) if vae is None else vae.config.in_channels
+    images, channels, sample_size = diffusion_images(
+        vae, image_channels, train, image_column, label_column, options, accelerator
+    )
     total_steps = options.max_train_steps
 
     # Model.
@@ -227,7 +209,12 @@ def main():
         worker_init_fn=leave_signals_to_the_parent,
     )
     loader = accelerator.prepare(loader)
-    sampler = Sampler(accelerator, train, image_column, class_names, vae, config, options)
+
+    def pipeline_of(network):
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+        return DecayedSiTPipeline(network, scheduler, vae, id2label=dict(enumerate(class_names)) or None)
+
+    looks = Looks(accelerator, pipeline_of, train, image_column, image_channels, class_names, options)
     if accelerator.is_main_process:
         (options.output_dir / "arguments.json").write_text(json.dumps(vars(options), indent=2, default=str))
     say(
@@ -295,7 +282,7 @@ def main():
                 "images_per_second": rate,
             }
             if looking:
-                record |= sampler.look(average.module, options.output_dir / "samples" / f"step-{step:08d}.png")
+                record |= looks.look(average.module, options.output_dir / "samples" / f"step-{step:08d}.png")
                 window_start = time.perf_counter()
             log.write(record)
             accelerator.log({name: value for name, value in record.items() if name != "step"}, step=step)
@@ -315,8 +302,8 @@ def main():
     # End.
     bar.close()
     if accelerator.is_main_process:  # before the last look, which may fail
-        sampler.pipeline(average.module).save_pretrained(options.output_dir)
-    measured = sampler.look(average.module, options.output_dir / "samples.png")
+        pipeline_of(average.module).save_pretrained(options.output_dir)
+    measured = looks.look(average.module, options.output_dir / "samples.png")
     accelerator.log(measured, step=step)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -345,90 +332,6 @@ def main():
         print(f"loss {results['loss']:.4f}{distances}, {results['seconds']:.0f} s")
         print(f"pipeline, results.json, samples.png, curves.png: {options.output_dir}")
     accelerator.end_training()
-
-
-def class_names_of(train, label_column: str | None) -> list[str]:
-    """Names of the classes, or numbers where there are none; nothing for data without labels."""
-    if label_column is None:
-        return []
-    feature, labels = train.features[label_column], train[label_column][:]
-    if min(labels) < 0:
-        raise DataError(
-            "The labels hold numbers below 0: train without them (--conditional false), or name another column."
-        )
-    if isinstance(feature, ClassLabel):
-        return feature.names
-    return [str(number) for number in range(1 + max(labels))]
-
-
-class Sampler:
-    """Pictures and distances while the network trains, always from the same noise, shared out over the processes."""
-
-    def __init__(self, accelerator, train, image_column, class_names, vae, config, options):
-        self.accelerator, self.class_names, self.vae, self.options = accelerator, class_names, vae, options
-        self.number = max(options.sample_images, options.eval_samples)
-        size = (options.image_size, options.image_size)
-        channels = config.in_channels if vae is None else vae.config.in_channels
-        self.name = f"frechet_pixels_{options.eval_samples}_guidance_{options.guidance_scale:g}"
-        self.channels, self.reference = channels, None
-        if options.eval_samples > 1:
-            real, _ = evaluation_images(
-                some(train, options.eval_samples), image_column, None, size, channels, options.on_bad_image
-            )
-            self.reference = pixel_features(real.float() / 255)
-
-    def pipeline(self, model) -> DecayedSiTPipeline:
-        names = dict(enumerate(self.class_names)) or None
-        pipeline = DecayedSiTPipeline(model, FlowMatchEulerDiscreteScheduler(shift=1.0), self.vae, id2label=names)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-    def look(self, model, picture: Path) -> dict[str, float]:
-        """Writes the picture; returns the distance between so many samples and as many training images."""
-        model.eval()
-        pipeline = self.pipeline(model)
-        mine = range(self.accelerator.process_index, self.number, self.accelerator.num_processes)
-        parts = []
-        for start in range(0, len(mine), 64):
-            places = list(mine)[start : start + 64]
-            labels = [place % len(self.class_names) for place in places] if self.class_names else None
-            with self.accelerator.autocast():
-                try:
-                    made = pipeline(
-                        class_labels=labels,
-                        batch_size=len(places),
-                        num_inference_steps=self.options.sample_steps,
-                        guidance_scale=self.options.guidance_scale if labels else 1.0,
-                        # On the CPU, so that every device draws the same.
-                        generator=[torch.Generator().manual_seed(place) for place in places],
-                        output_type="pt",
-                    ).images
-                except ValueError:  # not finite; the other processes wait for this one's part
-                    made = torch.full((len(places), self.channels, *2 * [self.options.image_size]), math.nan)
-            parts.append(made)
-        # Process p has places p, p + n, ...: side by side they are in order again. Short ones are filled up to gather.
-        shape = (0, self.channels, self.options.image_size, self.options.image_size)
-        images = torch.cat([torch.zeros(shape), *(part.float().cpu() for part in parts)]).to(self.accelerator.device)
-        longest = math.ceil(self.number / self.accelerator.num_processes)
-        images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, longest - len(images)))
-        images = self.accelerator.gather(images).unflatten(0, (-1, longest)).transpose(0, 1).flatten(0, 1).cpu()
-        images = images[: self.number]
-        if not torch.isfinite(images).all():
-            self.accelerator.print("no picture: some samples are not finite")
-            return {}
-        if self.accelerator.is_main_process:
-            shown = images[: self.options.sample_images].permute(0, 2, 3, 1).float().numpy()
-            save_grid(picture, shown)
-        model.train()
-        if self.reference is None:
-            return {}
-        distance = frechet_distance(self.reference, pixel_features(images[: self.options.eval_samples]))
-        return {self.name: distance}
-
-
-def pixel_features(images: torch.Tensor) -> torch.Tensor:
-    """Images in [0, 1] averaged down to 8 x 8 and flattened: crude features that need no trained network."""
-    return F.adaptive_avg_pool2d(images.float(), 8).flatten(1)
 
 
 def card(config, results: dict) -> ModelCard:
