@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from .data import evaluation_images, some
 from .evaluation import frechet_distance
 from .evaluation.features import fingerprint
+from .evaluation.generation import pixel_features
 from .models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from .models.unet_decayed_uvit import DecayedUViT2DModel
 from .pictures import save_grid
@@ -67,6 +68,11 @@ def sample(
     pipeline = load_pipeline(model, revision, trust_remote_code).to(accelerator.device)
     pipeline.set_progress_bar_config(disable=True)
     labels = labels_of(pipeline, classes, num)
+    wanted = {"guidance_scale": guidance_scale} if guidance_scale != 1.0 or hasattr(pipeline, "labels_of") else {}
+    known = inspect.signature(pipeline.__call__).parameters
+    for name in (*wanted, "batch_size" if labels is None else "class_labels"):
+        if name not in known:  # one of diffusers' own
+            raise ValueError(f"{type(pipeline).__name__} takes no `{name}`; it takes {', '.join(known)}.")
     identity = {
         "model": fingerprint_of(pipeline),
         "num": num,
@@ -94,10 +100,9 @@ def sample(
     for batch in missing:
         places = range(batch * batch_size, min((batch + 1) * batch_size, num))
         images = pipeline(
-            class_labels=None if labels is None else [labels[place] for place in places],
-            batch_size=len(places),
+            **wanted,
+            **({"batch_size": len(places)} if labels is None else {"class_labels": [labels[i] for i in places]}),
             num_inference_steps=num_inference_steps,
-            guidance_scale=guidance_scale,
             # On the CPU, so that every device draws the same.
             generator=[torch.Generator().manual_seed(seed_of(seed, place)) for place in places],
             output_type="np",
@@ -163,8 +168,11 @@ def labels_of(pipeline, classes: str, num: int) -> list[int] | None:
         return None
     if classes == "all":
         return [place % number for place in range(num)]
-    wanted = [int(each) if each.strip().isdecimal() else each.strip() for each in classes.split(",")]
-    chosen = pipeline.labels_of(wanted, 1)
+    names = getattr(pipeline, "label2id", {})
+    wanted = [classes] if classes in names else [each.strip() for each in classes.split(",")]  # names may have commas
+    wanted = [int(each) if each.isdecimal() else each for each in wanted]
+    # Diffusers' own take numbers, and check them themselves.
+    chosen = pipeline.labels_of(wanted, 1) if hasattr(pipeline, "labels_of") else wanted
     return [chosen[place % len(chosen)] for place in range(num)]
 
 
@@ -285,8 +293,3 @@ class Looks:
             return {}
         distance = frechet_distance(self.reference, pixel_features(images[: self.options.eval_samples]))
         return {self.name: distance}
-
-
-def pixel_features(images: torch.Tensor) -> torch.Tensor:
-    """Images in [0, 1] averaged down to 8 x 8 and flattened: crude features that need no trained network."""
-    return F.adaptive_avg_pool2d(images.float(), 8).flatten(1)

@@ -22,6 +22,7 @@ from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 import hf_decayed
 from hf_decayed.evaluation import (
     PROTOCOLS,
+    density_coverage,
     effective_rank,
     frechet_distance,
     kernel_distance,
@@ -29,6 +30,8 @@ from hf_decayed.evaluation import (
     linear_probe,
     precision_recall,
 )
+from hf_decayed.evaluation.frechet import frechet_spread
+from hf_decayed.evaluation.generation import inception_score
 from hf_decayed.evaluation.knn import top_of_row
 
 
@@ -224,8 +227,38 @@ def test_precision_and_recall():
     assert precision_recall(near, near) == (1.0, 1.0) and precision_recall(near, far) == (0.0, 0.0)
 
 
+def test_density_and_coverage_are_the_counts():
+    random = np.random.default_rng(0)
+    real, generated = random.normal(size=(150, 4)), random.normal(size=(130, 4)) + 0.5
+    reach = NearestNeighbors(n_neighbors=6).fit(real).kneighbors(real)[0][:, -1]
+    inside = np.linalg.norm(generated[:, None] - real[None], axis=-1) <= reach
+    expected = inside.sum() / (5 * 130), inside.any(0).mean()
+    assert density_coverage(*map(torch.from_numpy, (real, generated)), chunk_size=64) == pytest.approx(expected)
+    same, far = torch.randn(4000, 2), torch.randn(50, 2) + 100
+    density, coverage = density_coverage(same, torch.randn(4000, 2))
+    assert abs(density - 1) < 0.1 and coverage > 0.9
+    assert density_coverage(same, far) == (0.0, 0.0)
+
+
+def test_the_frechet_distance_spreads_as_new_samples_would():
+    real = torch.randn(2000, 6)
+    over_sets = np.std([frechet_distance(real, torch.randn(300, 6) + 0.3) for _ in range(40)])
+    spread = frechet_spread(real, torch.randn(300, 6) + 0.3, bootstraps=40)
+    assert 0.6 < spread / over_sets < 1.6
+
+
+def test_inception_score_is_the_formula():
+    logits = 3 * torch.randn(120, 7, dtype=torch.float64)
+    probabilities = logits.softmax(1).numpy()
+    divergence = (probabilities * np.log(probabilities / probabilities.mean(0))).sum(1).mean()
+    assert inception_score(logits, splits=1) == pytest.approx((np.exp(divergence), 0.0))
+    assert inception_score(torch.zeros(50, 7))[0] == pytest.approx(1.0)  # says nothing
+    certain = 1000 * torch.nn.functional.one_hot(torch.arange(700) % 7).double()
+    assert inception_score(certain, splits=1)[0] == pytest.approx(7.0)  # sure, and of everything
+
+
 def test_distances_refuse():
-    for distance in (frechet_distance, kernel_distance, precision_recall):
+    for distance in (frechet_distance, kernel_distance, precision_recall, density_coverage):
         with pytest.raises(ValueError, match="generated: 2 features hold NaN"):
             distance(torch.randn(8, 3), torch.full((2, 3), torch.nan))
         with pytest.raises(ValueError, match="one width, got 3 .real. and 4 .generated."):

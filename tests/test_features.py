@@ -1,6 +1,7 @@
 """Features: the same as the model's own forward, in the data's order, kept in shards, whoever computes them."""
 
 import json
+import math
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,12 @@ import torch
 from conftest import TINY_SIZES, random_weights, run_script
 from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
-from diffusers import DDPMScheduler, DiTTransformer2DModel, FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    DDPMScheduler,
+    DiTTransformer2DModel,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+)
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
@@ -133,28 +139,41 @@ def test_any_encoder(tmp_path):
         transformer_encoder(models["vit"][0], ["9.cls"])(torch.randn(1, 3, SIDE, SIDE), [0])
 
 
-@pytest.mark.parametrize("scheduler", [DDPMScheduler(), FlowMatchEulerDiscreteScheduler()])
+@pytest.mark.parametrize(
+    "scheduler", [DDPMScheduler(), DPMSolverMultistepScheduler(), FlowMatchEulerDiscreteScheduler()], ids=type
+)
 def test_diffusion_models_at_any_block_and_noise_level(scheduler):
     torch.manual_seed(0)
     model = DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=8, in_channels=3, num_layers=2, sample_size=8, patch_size=2
     )
-    blocks, timesteps = ["transformer_blocks.0", "transformer_blocks.1"], [1, 500]
+    blocks, levels = ["transformer_blocks.0", "transformer_blocks.1"], [0.001, 0.5]
     inputs = {"class_labels": torch.tensor([7])}
-    encode = diffusion_encoder(model, scheduler, blocks, timesteps, **inputs)
+    encode = diffusion_encoder(model, scheduler, blocks, levels, **inputs)
     images = torch.randn(6, 3, 8, 8)
     with torch.no_grad():
         whole = encode(images, list(range(6)))
         parts = [encode(images[place : place + 2], [place, place + 1]) for place in (0, 2, 4)]
-    assert set(whole) == {f"{block}@{timestep}" for block in blocks for timestep in timesteps}
+    assert set(whole) == {f"{block}@{level}" for block in blocks for level in levels}
     for name, features in whole.items():
         assert features.shape == (6, 16)
         # The noise belongs to the image, not to the batch it comes in.
         torch.testing.assert_close(torch.cat([part[name] for part in parts]), features)
-    # Little noise leaves the image, much noise hides it.
-    assert (whole["transformer_blocks.0@1"] - whole["transformer_blocks.0@500"]).abs().max() > 1e-3
+    # Little noise leaves the image, much noise hides it; what the model is given agrees with the scheduler.
+    given = []
+    model.register_forward_pre_hook(lambda module, arguments: given.append(arguments))
+    encode(torch.ones(64, 3, 8, 8), list(range(64)))
+    for (sample, time), level in zip(given, levels):
+        flows = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+        kept = 1 - level if flows else float(scheduler.alphas_cumprod[round(1000 * level)].sqrt())
+        assert abs(float(sample.mean()) - kept) < 0.03
+        assert abs(float(sample.std()) - (level if flows else math.sqrt(1 - kept**2))) < 0.03
+        torch.testing.assert_close(time.float(), torch.full((64,), 1000 * level))
+    assert (whole["transformer_blocks.0@0.001"] - whole["transformer_blocks.0@0.5"]).abs().max() > 1e-3
     with pytest.raises(ValueError, match="no module blocks.9"):
-        diffusion_encoder(model, scheduler, ["blocks.9"], [1])
+        diffusion_encoder(model, scheduler, ["blocks.9"], [0.1])
+    with pytest.raises(ValueError, match="lie in \\[0, 1\\]"):
+        diffusion_encoder(model, scheduler, blocks, [500])
 
 
 def test_a_fingerprint_is_of_weights_and_config(tmp_path):

@@ -1,13 +1,18 @@
-"""Judges the features of a model: kNN accuracy, linear probe, effective rank.
+"""Judges a model: the features of an encoder or a diffusion model, and the images that a pipeline makes.
 
     python training/evaluate.py outputs/mae
     python training/evaluate.py outputs/mae --features all_layers --metrics knn,rank
     accelerate launch training/evaluate.py facebook/dinov2-base --dataset_name uoft-cs/cifar100 \\
         --label_column_name fine_label --features last.cls,last.mean --probe_protocol mae_imagenet1k
+    python training/evaluate.py outputs/uvit --num_samples 2000 --feature_net facebook/dinov2-base
+    python training/evaluate.py outputs/uvit --metrics linear --noise_levels 0,0.05,0.1,0.2
 
-MODEL is a folder or a repository that `AutoModel` loads, ours or anybody's. Without a data set: the bundled images, on a
-CPU in a minute or two. Prints a table and writes it as JSON, with all that the numbers depend on. Features are kept, so
-that a second look, or one after an interruption, costs little.
+MODEL is a folder or a repository that `AutoModel` loads, ours or anybody's: kNN accuracy, linear probe, effective rank. Or
+one that `DiffusionPipeline` loads: Frechet and kernel distance, precision, recall, density and coverage of its samples, or
+kNN, probe and rank of every block at every noise level, with a heat map. Or a folder or `.npz` file of samples that were
+made elsewhere. Without a data set: the bundled images, on a CPU in a minute or two. Prints a table and writes it as JSON,
+with all that the numbers depend on. Features and samples are kept, so that a second look, or one after an interruption,
+costs little.
 """
 
 import argparse
@@ -20,13 +25,22 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from diffusers import DiffusionPipeline
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 import hf_decayed  # noqa: F401, registers our classes with AutoModel
 from hf_decayed.data import DataError, hold_out, some
-from hf_decayed.evaluation import PROTOCOLS, effective_rank, knn_accuracy, linear_probe
-from hf_decayed.evaluation.features import ImagesInOrder, extract_features, fingerprint, transformer_encoder
+from hf_decayed.evaluation import PROTOCOLS, effective_rank, generation, knn_accuracy, linear_probe
+from hf_decayed.evaluation.features import (
+    ImagesInOrder,
+    diffusion_encoder,
+    extract_features,
+    fingerprint,
+    transformer_encoder,
+)
+from hf_decayed.latents import latent_scaling
+from hf_decayed.pictures import save_heat_maps
 from hf_decayed.runs import (
     add_data_arguments,
     boolean,
@@ -36,6 +50,7 @@ from hf_decayed.runs import (
     share_cores,
     versions,
 )
+from hf_decayed.sampling import fingerprint_of, load_pipeline, public, sample
 
 
 METRICS = ("knn", "linear", "rank")
@@ -44,7 +59,7 @@ PIXELS_SIDE = 32  # raw pixels are compared at this size, larger images averaged
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="folder or repository")
+    parser.add_argument("model", metavar="MODEL", help="folder or repository of an encoder or a pipeline; or samples")
     parser.add_argument("--revision", help="of the repository; pin it where its code runs")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--output", type=Path, help="JSON file; outputs/evaluate/<model>.json when not given")
@@ -54,27 +69,74 @@ def parse_arguments(arguments=None):
     parser.add_argument("--max_train_samples", type=int)
     parser.add_argument("--max_eval_samples", type=int)
     judged = parser.add_argument_group("what is judged, and how")
-    judged.add_argument("--metrics", default=",".join(METRICS), help="comma-separated")
     judged.add_argument(
-        "--features",
-        help="comma-separated <layer>.<pooling>, such as last.mean,6.cls; `all_layers` is the model's own pooling at "
-        "every depth; when not given, the model's own pooling and the class token",
+        "--metrics",
+        help=f"comma-separated; of features {','.join(METRICS)}, of samples {','.join(generation.METRICS)}; all of "
+        "features for an encoder, all of samples for a pipeline, when not given",
     )
-    judged.add_argument("--pixels", type=boolean, default=True, help="judge raw pixels too")
-    judged.add_argument("--k", type=int, default=20)
-    judged.add_argument("--temperature", type=float, default=0.07, help="0 gives every neighbour one vote")
-    judged.add_argument("--probe_protocol", choices=list(PROTOCOLS), default="ridge")
     judged.add_argument("--seed", type=int, default=0)
     judged.add_argument("--batch_size", type=int, default=64)
     judged.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weights"
     )
+    features = parser.add_argument_group("features")
+    features.add_argument(
+        "--features",
+        help="of an encoder: comma-separated <layer>.<pooling>, such as last.mean,6.cls; `all_layers` is the model's own "
+        "pooling at every depth; when not given, the model's own pooling and the class token",
+    )
+    features.add_argument(
+        "--blocks", help="of a diffusion model: comma-separated names of modules; all blocks if not given"
+    )
+    features.add_argument(
+        "--noise_levels", default="0,0.05,0.1,0.2,0.3,0.5", help="of a diffusion model: data 0, noise 1"
+    )
+    features.add_argument("--pixels", type=boolean, default=True, help="judge raw pixels too")
+    features.add_argument("--k", type=int, default=20)
+    features.add_argument("--temperature", type=float, default=0.07, help="0 gives every neighbour one vote")
+    features.add_argument("--probe_protocol", choices=list(PROTOCOLS), default="ridge")
+    samples = parser.add_argument_group("samples")
+    samples.add_argument("--num_samples", type=int, default=1000)
+    samples.add_argument(
+        "--classes", default="all", help="all in turn, none, or names and numbers with commas between"
+    )
+    samples.add_argument("--num_inference_steps", type=int, default=50)
+    samples.add_argument("--guidance_scale", type=float, default=1.0, help="as diffusers counts it: 1 is none")
+    samples.add_argument("--samples_dir", type=Path, default=Path("outputs/samples"), help="where samples are kept")
+    samples.add_argument(
+        "--feature_net",
+        default="pixels",
+        help="whose features are compared: pixels (averaged to 8 x 8), inception (FID; needs torch-fidelity), or any "
+        "folder or repository that AutoModel loads",
+    )
+    samples.add_argument("--reference", help=".npz file or folder of real images; the training images when not given")
+    samples.add_argument("--bootstraps", type=int, default=20, help="for the spread of the Frechet distance")
     options = parser.parse_args(arguments)
-    options.metrics = options.metrics.split(",")
-    unknown = set(options.metrics) - set(METRICS)
+    options.kind = kind_of(options)
+    options.metrics = options.metrics.split(",") if options.metrics else None
+    if options.metrics is None:
+        options.metrics = list(METRICS if options.kind == "encoder" else generation.METRICS)
+    known = {"encoder": METRICS, "pipeline": (*METRICS, *generation.METRICS), "samples": generation.METRICS}[
+        options.kind
+    ]
+    unknown = set(options.metrics) - set(known)
     if unknown:
-        parser.error(f"--metrics knows {', '.join(METRICS)}, got {', '.join(sorted(unknown))}")
+        parser.error(f"--metrics of {an(options.kind)} are {', '.join(known)}; got {', '.join(sorted(unknown))}")
     return options
+
+
+def kind_of(options) -> str:
+    """`encoder`, `pipeline` or `samples`, by what lies there."""
+    path = Path(options.model)
+    if path.suffix == ".npz" or (path.is_dir() and not any(path.glob("*.json"))) or (path / "sampling.json").exists():
+        return "samples"
+    if path.is_dir():
+        return "pipeline" if (path / "model_index.json").exists() else "encoder"
+    try:
+        DiffusionPipeline.load_config(options.model, revision=options.revision)
+        return "pipeline"
+    except OSError:  # not there, or no pipeline; if it is not there, loading an encoder will say so
+        return "encoder"
 
 
 def main(arguments=None):
@@ -82,8 +144,41 @@ def main(arguments=None):
     started = time.time()
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     share_cores(accelerator, options.cpu_threads)
+    judge = {"encoder": judge_encoder, "pipeline": judge_pipeline, "samples": judge_samples}[options.kind]
+    try:
+        results = judge(options, accelerator)
+    except OSError as error:
+        if Path(options.model).exists():
+            raise
+        raise DataError(
+            f"'{options.model}' is no folder here, and no repository that could be had: {one_sentence(error)}"
+        ) from error
+    if not accelerator.is_main_process:
+        return
+    pictures = results.pop("pictures", {})
+    results = {
+        "model": Path(options.model).name if Path(options.model).exists() else options.model,
+        **results,
+        "protocol_hash": hash_of(results["protocol"]),
+        "seconds": round(time.time() - started, 1),
+        "command": " ".join(["python", "training/evaluate.py", *flags_without_paths()]),
+        "versions": versions(),
+    }
+    output = options.output or Path("outputs/evaluate") / f"{Path(options.model).stem}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=2) + "\n")
+    if pictures:
+        save_heat_maps(output.with_suffix(".png"), **pictures)
+    print("\n".join(tables(results)))
+    print(f"{output}: protocol {results['protocol_hash']}, {results['seconds']:.0f} s")
+    if pictures:
+        print(f"heat map: {output.with_suffix('.png')}")
 
-    # Model.
+
+# Features of an encoder.
+
+
+def judge_encoder(options, accelerator) -> dict:
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     model = AutoModel.from_pretrained(options.model, dtype=getattr(torch, options.dtype), **origin)
     processor = AutoImageProcessor.from_pretrained(options.model, **origin)
@@ -95,31 +190,37 @@ def main(arguments=None):
         names = [f"{layer}.{own_pooling}" for layer in range(model.config.num_hidden_layers + 1)]
     else:
         names = options.features.split(",")
-    encode = with_pixels(transformer_encoder(model.to(accelerator.device), names), options.pixels)
+    return judge_features(
+        transformer_encoder(model.to(accelerator.device), names),
+        names,
+        processor,
+        getattr(model.config, "num_channels", 3),
+        {"model": fingerprint(model), "features": names},
+        "whole images, as the model's processor prepares them",
+        options,
+        accelerator,
+    )
 
-    # Data.
+
+def judge_features(encode, names, processor, channels, identity, preparation, options, accelerator) -> dict:
+    """kNN accuracy, probe and rank of the named features of the training and held-out images."""
     train, held_out, dataset_name, image_column, label_column = load_images(options, accelerator)
-    if label_column is None and set(options.metrics) != {"rank"}:
+    if label_column is None and set(options.metrics) & {"knn", "linear"}:
         raise DataError("kNN and probes need labels, and there is no label column: use --metrics rank, or name one.")
     if held_out is None:
         held_out, train = hold_out(train, len(train) // 10)
     splits = {"train": some(train, options.max_train_samples), "test": some(held_out, options.max_eval_samples)}
-
-    # Features.
     identity = {
-        "model": fingerprint(model),
-        "features": names,
+        **identity,
         "pixels": options.pixels,
         "processor": json.loads(processor.to_json_string()),
         "dtype": options.dtype,
     }
     features = {}
     for split, rows in splits.items():
-        images = ImagesInOrder(
-            rows, image_column, label_column, processor, getattr(model.config, "num_channels", 3), options.on_bad_image
-        )
+        images = ImagesInOrder(rows, image_column, label_column, processor, channels, options.on_bad_image)
         features[split] = extract_features(
-            encode,
+            with_pixels(encode, options.pixels),
             images,
             options.features_dir,
             {**identity, "split": split, "data": rows._fingerprint, "columns": [image_column, label_column]},
@@ -128,42 +229,28 @@ def main(arguments=None):
             num_workers=options.num_workers if accelerator.device.type != "cpu" else 0,
             description=f"features of {split}",
         )
-    if not accelerator.is_main_process:
-        return
-
-    # Numbers.
     rows = {}
-    for name in (["pixels"] if options.pixels else []) + names:
-        rows[name] = judge(*(features[split][each] for split in splits for each in (name, "labels")), options)
-    protocol = {
-        "features": "whole images, as the model's processor prepares them",
-        "knn": {"k": options.k, "similarity": "cosine", "temperature": options.temperature or None},
-        "linear": {"name": options.probe_protocol, **asdict(PROTOCOLS[options.probe_protocol]), "augment": False},
-        "rank": "entropy of the normalised eigenvalues of the centred covariance of held-out features",
-        "seed": options.seed,
-        "dtype": options.dtype,
-        "precision": accelerator.mixed_precision,
-    }
-    results = {
-        "model": Path(options.model).name if Path(options.model).exists() else options.model,
+    if accelerator.is_main_process:
+        for name in (["pixels"] if options.pixels else []) + names:
+            rows[name] = numbers_of(*(features[split][each] for split in splits for each in (name, "labels")), options)
+    return {
         "model_fingerprint": identity["model"],
         "rows": rows,
-        "protocol": protocol,
-        "protocol_hash": hash_of(protocol),
+        "protocol": {
+            "features": preparation,
+            "knn": {"k": options.k, "similarity": "cosine", "temperature": options.temperature or None},
+            "linear": {"name": options.probe_protocol, **asdict(PROTOCOLS[options.probe_protocol]), "augment": False},
+            "rank": "entropy of the normalised eigenvalues of the centred covariance of held-out features",
+            "seed": options.seed,
+            "dtype": options.dtype,
+            "precision": accelerator.mixed_precision,
+        },
         "dataset": {
             "name": dataset_name,
             "number": {split: len(features[split]["labels"]) for split in splits},
             "fingerprint": {split: hash_of(features[split]["checksums"].tolist()) for split in splits},
         },
-        "seconds": round(time.time() - started, 1),
-        "command": " ".join(["python", "training/evaluate.py", *flags_without_paths()]),
-        "versions": versions(),
     }
-    output = options.output or Path("outputs/evaluate") / f"{Path(options.model).name}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(results, indent=2) + "\n")
-    print(table(rows))
-    print(f"{output}: protocol {results['protocol_hash']}, {results['seconds']:.0f} s")
 
 
 def with_pixels(encode, pixels: bool):
@@ -178,7 +265,7 @@ def with_pixels(encode, pixels: bool):
     return encode_both
 
 
-def judge(train, train_labels, test, test_labels, options) -> dict[str, float]:
+def numbers_of(train, train_labels, test, test_labels, options) -> dict[str, float]:
     results = {}
     labelled = train, train_labels, test, test_labels
     if "knn" in options.metrics:
@@ -191,17 +278,203 @@ def judge(train, train_labels, test, test_labels, options) -> dict[str, float]:
     return results
 
 
-def hash_of(value) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+# Features and samples of a pipeline.
+
+
+def judge_pipeline(options, accelerator) -> dict:
+    if not set(options.metrics) & set(generation.METRICS):
+        return judge_blocks(options, accelerator)
+    if set(options.metrics) & set(METRICS):
+        raise DataError(
+            "Features and samples are judged one at a time: --metrics knn,linear,rank, or frechet,kid,prdc."
+        )
+    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code)
+    settings = {
+        "num": options.num_samples,
+        "classes": options.classes,
+        "num_inference_steps": options.num_inference_steps,
+        "guidance_scale": options.guidance_scale,
+        "seed": options.seed,
+        "batch_size": options.batch_size,
+    }
+    network = fingerprint_of(pipeline)
+    scheduler = public(pipeline.scheduler.config)
+    folder = options.samples_dir / f"{Path(options.model).name}-{hash_of([network, scheduler, settings])[:8]}"
+    origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    sample(options.model, folder, **settings, **origin, accelerator=accelerator)
+    named = f"{options.num_samples} samples, {options.num_inference_steps} steps, guidance {options.guidance_scale:g}"
+    results = judge_images(generation.SampledImages(folder), named, options, accelerator)
+    results["protocol"]["sampling"] = {**settings, "scheduler": scheduler}
+    return {"model_fingerprint": network, **results}
+
+
+def judge_blocks(options, accelerator) -> dict:
+    """Every block at every noise level: a grid, of which the best cell is the paper's number."""
+    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code).to(accelerator.device)
+    network = pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
+    if options.dtype != "float32":
+        network.to(getattr(torch, options.dtype))
+    vae = getattr(pipeline, "vae", None)
+    kinds = getattr(network, "_repeated_blocks", None) or network._no_split_modules or []
+    blocks = [name for name, module in network.named_modules() if type(module).__name__ in kinds]
+    blocks = options.blocks.split(",") if options.blocks else blocks
+    levels = [float(each) for each in options.noise_levels.split(",")]
+    encode = diffusion_encoder(network, pipeline.scheduler, blocks, levels, options.seed)
+    channels, height, width = image_shape(network, vae)
+
+    def encode_latents(pixel_values, places):
+        if vae is not None:
+            scaling = latent_scaling(vae)
+            latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode().float()
+            pixel_values = (latents - scaling["shift"]) * scaling["scale"]
+        return encode(pixel_values, places)
+
+    names = [f"{block}@{level:g}" for block in blocks for level in levels]
+    results = judge_features(
+        encode_latents,
+        names,
+        generation.centre_of_images(height, width, channels, signed=True),
+        channels,
+        {"model": fingerprint_of(pipeline), "features": names, "seed": options.seed},
+        "<block>@<noise level, 0 data and 1 noise>: the mean of a block's tokens, without a class; the middle of each "
+        "image; the best cell is chosen on the held-out images",
+        options,
+        accelerator,
+    )
+    cells = {
+        metric: [[results["rows"][f"{block}@{level:g}"][metric] for level in levels] for block in blocks]
+        for metric in (next(iter(results["rows"].values())) if results["rows"] else ())
+        if metric != "effective_rank_exponential"
+    }
+    results["grid"] = {"blocks": blocks, "noise_levels": levels, "cells": cells}
+    results["best"] = {
+        metric: max((name for name in names), key=lambda name: results["rows"][name][metric])
+        for metric in cells
+        if metric.endswith("accuracy")
+    }
+    results["pictures"] = results["grid"]
+    return results
+
+
+def image_shape(network, vae) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a network was trained on."""
+    size = network.config.sample_size
+    height, width = (size, size) if isinstance(size, int) else size
+    if vae is None:
+        return network.config.in_channels, height, width
+    factor = 2 ** (len(vae.config.block_out_channels) - 1)
+    return vae.config.in_channels, height * factor, width * factor
+
+
+def judge_samples(options, accelerator) -> dict:
+    images = generation.SampledImages(options.model)
+    return {"model_fingerprint": None, **judge_images(images, f"{len(images)} samples", options, accelerator)}
+
+
+def judge_images(samples, named: str, options, accelerator) -> dict:
+    """Distances between samples and the training images; and between as many held-out ones and these, for a scale."""
+    origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    encode, network = generation.image_features(options.feature_net, accelerator.device, **origin)
+    channels, height, width = samples.shape
+
+    def features_of(images, data, description):
+        identity = {"network": network, "data": data, "size": [channels, height, width], "kind": "images in [0, 1]"}
+        return extract_features(
+            encode, images, options.features_dir, identity, accelerator, options.batch_size, description=description
+        )
+
+    generated = features_of(samples, samples.fingerprint, "features of samples")
+    others = {}
+    if options.reference:
+        reference = generation.SampledImages(options.reference)
+        if reference.shape != samples.shape:
+            raise DataError(f"Samples are {samples.shape} (channels, height, width), the reference {reference.shape}.")
+        real = features_of(reference, reference.fingerprint, "features of the reference")
+        dataset_name = Path(options.reference).name
+    else:
+        train, held_out, dataset_name, image_column, _ = load_images(options, accelerator)
+        processor = generation.centre_of_images(height, width, channels)
+        splits = {"train": some(train, options.max_train_samples)}
+        if held_out is not None:
+            splits["held-out"] = some(held_out, min(len(samples), options.max_eval_samples or len(held_out)))
+        for split, rows in splits.items():
+            images = ImagesInOrder(rows, image_column, None, processor, channels, options.on_bad_image)
+            others[split] = features_of(images, [rows._fingerprint, image_column], f"features of {split} images")
+        real = others.pop("train")
+    name = options.feature_net if options.feature_net in ("pixels", "inception") else Path(options.feature_net).name
+    rows = {}
+    if accelerator.is_main_process:
+        settings = {"metrics": options.metrics, "name": name, "bootstraps": options.bootstraps, "seed": options.seed}
+        rows[named] = generation.scores(real, generated, **settings)
+        for split, features in others.items():
+            rows[f"{len(features['labels'])} {split} images"] = generation.scores(real, features, **settings)
+    return {
+        "rows": rows,
+        "protocol": {
+            "features": network,
+            "reference": f"{len(real['labels'])} images, the middle of each, {height} x {width}",
+            "samples": len(samples),
+            "frechet_spread": f"deviation over {options.bootstraps} bootstraps of the samples",
+            "kernel_distance": "unbiased, cubic kernel, 100 subsets of at most 1000; spread: deviation over subsets",
+            "prdc": {"k": 5},
+            "seed": options.seed,
+        },
+        "dataset": {
+            "name": dataset_name,
+            "number": len(real["labels"]),
+            "fingerprint": hash_of(real["checksums"].tolist()),
+            "samples": samples.fingerprint,
+        },
+    }
+
+
+# What is printed.
+
+
+def tables(results: dict) -> list[str]:
+    if "grid" not in results:
+        return [table(results["rows"])]
+    grid, lines = results["grid"], []
+    for metric, cells in grid["cells"].items():
+        lines += [f"{metric}, by block and noise level", ""]
+        lines += ["| block | " + " | ".join(f"{level:g}" for level in grid["noise_levels"]) + " |"]
+        lines += ["|---" * (1 + len(grid["noise_levels"])) + "|"]
+        lines += [
+            f"| {block} | " + " | ".join(as_text(metric, value) for value in row) + " |"
+            for block, row in zip(grid["blocks"], cells)
+        ]
+        best = results["best"].get(metric)
+        pixels = results["rows"].get("pixels")
+        lines += [""]
+        if best:
+            lines += [f"best: {best}, {as_text(metric, results['rows'][best][metric])}"]
+        if pixels:
+            lines += [f"raw pixels: {as_text(metric, pixels[metric])}", ""]
+    return lines
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    columns = list(next(iter(rows.values())))
-    lines = ["| features | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    columns = [name for name in next(iter(rows.values())) if not name.endswith("_spread")]
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for name, row in rows.items():
-        cells = [f"{100 * row[each]:.1f} %" if each.endswith("accuracy") else f"{row[each]:.2f}" for each in columns]
+        cells = [as_text(each, row[each], row.get(f"{each}_spread")) for each in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def as_text(metric: str, value: float, spread: float | None = None) -> str:
+    if metric.endswith("accuracy"):
+        return f"{100 * value:.1f} %"
+    digits = 5 if metric.startswith(("kid", "kernel")) else 2
+    return f"{value:.{digits}f}" + (f" +- {spread:.{digits}f}" if spread is not None else "")
+
+
+def hash_of(value) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def an(word: str) -> str:
+    return {"encoder": "an encoder", "pipeline": "a pipeline", "samples": "samples"}[word]
 
 
 if __name__ == "__main__":

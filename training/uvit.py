@@ -88,6 +88,9 @@ def parse_arguments(arguments=None):
     model.add_argument("--class_dropout", type=float, default=0.1, help="how often the class is kept from the network")
 
     training = parser.add_argument_group("training")
+    training.add_argument(
+        "--prediction_type", choices=["epsilon", "v_prediction"], default="epsilon", help="the noise, or the velocity"
+    )
     training.add_argument("--batch_size", type=int, default=128, help="images per step, over all processes")
     training.add_argument("--max_train_steps", type=int, default=500_000)
     training.add_argument("--learning_rate", type=float, default=2e-4, help="constant after the warm-up")
@@ -180,7 +183,9 @@ def main():
     config = model.config
     if options.gradient_checkpointing:
         model.enable_gradient_checkpointing()
-    noise_levels = DDPMScheduler(**BETAS[vae is not None])
+    # The levels that the network is trained on, and sampled with.
+    levels = {**BETAS[vae is not None], "prediction_type": options.prediction_type}
+    noise_levels = DDPMScheduler(**levels)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay)).to(accelerator.device)
     accelerator.register_for_checkpointing(average)
 
@@ -216,9 +221,9 @@ def main():
     loader = accelerator.prepare(loader)
 
     def pipeline_of(network):
-        # The levels that the network was trained on.
-        scheduler = DPMSolverMultistepScheduler(**BETAS[vae is not None])
-        return DecayedUViTPipeline(network, scheduler, vae, id2label=dict(enumerate(class_names)) or None)
+        scheduler = DPMSolverMultistepScheduler(**levels)
+        names = dict(enumerate(class_names)) or None
+        return DecayedUViTPipeline(network, scheduler, vae, names, prediction_type=options.prediction_type)
 
     looks = Looks(accelerator, pipeline_of, train, image_column, image_channels, class_names, options)
     if accelerator.is_main_process:
@@ -244,12 +249,15 @@ def main():
         # What is drawn belongs to the sample: its noise, its time, and whether its class is kept from the network.
         timesteps = (batch["uniform"][:, 0] * noise_levels.config.num_train_timesteps).long()
         noisy = noise_levels.add_noise(batch["pixel_values"], batch["noise"], timesteps)
+        target = batch["noise"]
+        if options.prediction_type == "v_prediction":
+            target = noise_levels.get_velocity(batch["pixel_values"], batch["noise"], timesteps)
         conditions = {}
         if class_names:
             dropped = batch["uniform"][:, 1] < options.class_dropout
             conditions["class_labels"] = torch.where(dropped, len(class_names), batch["labels"])
         predicted = model(noisy, timesteps, **conditions).sample
-        batch_loss = F.mse_loss(predicted.float(), batch["noise"])
+        batch_loss = F.mse_loss(predicted.float(), target)
         accelerator.backward(batch_loss)
         gradient_norm = accelerator.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
         # One exchange per step tells every process the same: mean loss, and whether any was asked to stop.

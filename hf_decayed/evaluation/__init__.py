@@ -1,7 +1,7 @@
 """Measurements: tensors in, numbers out."""
 
 from .effective_rank import effective_rank
-from .frechet import frechet_distance, kernel_distance, precision_recall
+from .frechet import density_coverage, frechet_distance, kernel_distance, precision_recall
 from .knn import knn_accuracy
 from .linear_probe import PROTOCOLS, ProbeProtocol, linear_probe
 
@@ -9,6 +9,7 @@ from .linear_probe import PROTOCOLS, ProbeProtocol, linear_probe
 __all__ = [
     "PROTOCOLS",
     "ProbeProtocol",
+    "density_coverage",
     "effective_rank",
     "frechet_distance",
     "kernel_distance",

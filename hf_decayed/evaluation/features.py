@@ -6,7 +6,7 @@
 
 What is extracted is asked for by name. Of a transformers encoder: `<layer>.<pooling>`, with a layer's number (0 is the
 embedding) or `last` (after the final norm, where there is one), and `cls`, `mean` (all tokens), `patch_mean` or
-`pooler` (the model's own). Of a diffusion model: `<module>@<timestep>`.
+`pooler` (the model's own). Of a diffusion model: `<module>@<noise level>`.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from datasets import Image as ImageFeature
+from diffusers import DDPMScheduler
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -222,19 +223,36 @@ def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
 
 
 def diffusion_encoder(
-    model: torch.nn.Module, scheduler, blocks: list[str], timesteps: list[int], seed: int = 0, **inputs
+    model: torch.nn.Module, scheduler, blocks: list[str], levels: list[float], seed: int = 0, **inputs
 ) -> Encoder:
-    """Encodes with a diffusers model at given noise levels: the average over places of what the named modules put out.
+    """Encodes with a diffusers model: the average over places of what the named modules put out, at given noise levels.
 
-    The noise belongs to the image and the timestep, so features do not depend on batches or processes. `pixel_values`
-    must come in the range that the model was trained on, usually [-1, 1]; `inputs` go to the model as they are, each
-    repeated for the batch if it has one entry.
+    Levels count from 0, data, to 1, noise: parts of the scheduler's timesteps, or, where images flow to noise in a straight
+    line, of the way. The noise belongs to the image and the level, so features do not depend on batches or processes.
+    `pixel_values` must come in the range that the model was trained on, usually [-1, 1]; `inputs` go to the model as they
+    are, each repeated for the batch if it has one entry.
     """
     model.eval()
     modules = dict(model.named_modules())
     unknown = [block for block in blocks if block not in modules]
     if unknown:
         raise ValueError(f"The model has no module {', '.join(unknown)}; it has {', '.join(list(modules)[1:30])}, ...")
+    outside = [level for level in levels if not 0 <= level <= 1]
+    if outside:
+        raise ValueError(f"Noise levels lie in [0, 1], from data to noise; got {outside[0]}.")
+    flows = not hasattr(scheduler, "add_noise") or getattr(scheduler.config, "use_flow_sigmas", False)
+    last = scheduler.config.num_train_timesteps - 1
+    # DDPM's, of the same levels: solvers add noise by the steps that they are set up for, and DPM-Solver, before it is set
+    # up for any, by the levels in reverse.
+    diffusion = None if flows else DDPMScheduler.from_config(scheduler.config)
+
+    def noised(pixel_values, noise, level):
+        """The sample at a level, and the time that the model takes."""
+        if not flows:
+            time = torch.tensor([min(round(level * (last + 1)), last)], device=pixel_values.device)
+            return diffusion.add_noise(pixel_values, noise, time.expand(len(noise))), time
+        own_time = getattr(model, "time_of_noise_level", lambda level: level * (last + 1))
+        return torch.lerp(pixel_values, noise, level), torch.tensor([own_time(level)], device=pixel_values.device)
 
     def keep(features, name):
         def hook(module, arguments, output):
@@ -245,24 +263,14 @@ def diffusion_encoder(
 
     def encode(pixel_values, places):
         features = {}
-        for timestep in timesteps:
-            noise = np.stack(
-                [sample_generator(seed, timestep, place).standard_normal(pixel_values.shape[1:]) for place in places]
-            )
-            noise = torch.from_numpy(noise).to(pixel_values)
-            times = torch.full((len(places),), timestep, device=pixel_values.device)
-            add_noise = getattr(scheduler, "add_noise", None)
-            # Flow-matching schedulers name it otherwise and order the arguments otherwise.
-            sample = (
-                add_noise(pixel_values, noise, times)
-                if add_noise
-                else scheduler.scale_noise(pixel_values, times, noise)
-            )
-
-            handles = [modules[block].register_forward_hook(keep(features, f"{block}@{timestep}")) for block in blocks]
+        for level in levels:
+            draws = [sample_generator(seed, round(level * 1000), place) for place in places]
+            noise = np.stack([each.standard_normal(pixel_values.shape[1:]) for each in draws])
+            sample, time = noised(pixel_values, torch.from_numpy(noise).to(pixel_values), level)
+            handles = [modules[block].register_forward_hook(keep(features, f"{block}@{level:g}")) for block in blocks]
             try:
                 repeated = {name: each.expand(len(places), *each.shape[1:]) for name, each in inputs.items()}
-                model(sample, times, **repeated)
+                model(sample.to(model.dtype), time.expand(len(places)), **repeated)
             finally:
                 for handle in handles:
                     handle.remove()

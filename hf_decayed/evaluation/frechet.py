@@ -1,5 +1,8 @@
 """Distances between two sets of features, for judging generated images: Frechet, kernel (KID), precision and recall."""
 
+from collections.abc import Callable, Iterator
+
+import numpy as np
 import torch
 
 from .effective_rank import in_double
@@ -15,13 +18,32 @@ def frechet_distance(real: torch.Tensor, generated: torch.Tensor) -> float:
     complex, however few samples there are.
     """
     check_pair(real, generated, at_least=2)
-    (mean_real, covariance_real), (mean_generated, covariance_generated) = map(mean_and_covariance, (real, generated))
-    values, vectors = torch.linalg.eigh(covariance_real)
+    return distance_from(real)(generated)
+
+
+@torch.no_grad()
+def frechet_spread(real: torch.Tensor, generated: torch.Tensor, bootstraps: int = 20, seed: int = 0) -> float:
+    """Deviation of the Frechet distance over as many draws, with repeats, of as many generated samples."""
+    check_pair(real, generated, at_least=2)
+    distance, generator = distance_from(real), torch.Generator().manual_seed(seed)
+    draws = (torch.randint(len(generated), (len(generated),), generator=generator) for _ in range(bootstraps))
+    return float(np.std([distance(generated[draw.to(generated.device)]) for draw in draws]))
+
+
+def distance_from(real: torch.Tensor) -> Callable[[torch.Tensor], float]:
+    """The Frechet distance to one set, whose own part of the work is done once."""
+    mean, covariance = mean_and_covariance(real)
+    values, vectors = torch.linalg.eigh(covariance)
     root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
-    product = torch.linalg.eigvalsh(root @ covariance_generated @ root).clamp(min=0)
-    traces = covariance_real.trace() + covariance_generated.trace() - 2 * product.sqrt().sum()
-    # Two equal sets leave rounding, of either sign.
-    return max(0.0, float((mean_real - mean_generated).square().sum() + traces))
+
+    def distance(generated):
+        mean_generated, covariance_generated = mean_and_covariance(generated)
+        product = torch.linalg.eigvalsh(root @ covariance_generated @ root).clamp(min=0)
+        traces = covariance.trace() + covariance_generated.trace() - 2 * product.sqrt().sum()
+        # Two equal sets leave rounding, of either sign.
+        return max(0.0, float((mean - mean_generated).square().sum() + traces))
+
+    return distance
 
 
 @torch.no_grad()
@@ -65,22 +87,35 @@ def precision_recall(
     """
     check_pair(real, generated, at_least=k + 1)
     real, generated = real.float(), generated.float()
+    precision = torch.cat([inside.any(dim=1) for inside in within_reach(generated, real, k, chunk_size)])
+    recall = torch.cat([inside.any(dim=1) for inside in within_reach(real, generated, k, chunk_size)])
+    return float(precision.double().mean()), float(recall.double().mean())
 
-    def reach(features):
-        # The nearest is the sample itself.
-        return torch.cat(
-            [torch.cdist(part, features).topk(k + 1, largest=False).values[:, -1] for part in split(features)]
-        )
 
-    def covered(queries, features):
-        reaches = reach(features)
-        inside = [(torch.cdist(part, features) <= reaches).any(dim=1) for part in split(queries)]
-        return float(torch.cat(inside).double().mean())
+@torch.no_grad()
+def density_coverage(
+    real: torch.Tensor, generated: torch.Tensor, k: int = 5, chunk_size: int = 1024
+) -> tuple[float, float]:
+    """Density and coverage (Naeem et al., 2020) of `(number, dim)` features: less moved by outliers.
 
-    def split(features):
-        return features.split(chunk_size)
+    Density: within the reach of how many real samples a generated one lies, over `k`; about 1 for sets from one
+    distribution. Coverage: how many real samples have a generated one within their reach.
+    """
+    check_pair(real, generated, at_least=k + 1)
+    inside_of, covered = 0, torch.zeros(len(real), dtype=torch.bool, device=real.device)
+    for inside in within_reach(generated.float(), real.float(), k, chunk_size):
+        inside_of += int(inside.sum())
+        covered |= inside.any(dim=0)
+    return inside_of / (k * len(generated)), float(covered.double().mean())
 
-    return covered(generated, real), covered(real, generated)
+
+def within_reach(queries: torch.Tensor, features: torch.Tensor, k: int, chunk_size: int) -> Iterator[torch.Tensor]:
+    """Which queries lie no farther from which features than these from their `k`-th neighbours; a chunk at a time."""
+    parts = features.split(chunk_size)
+    # The nearest is the sample itself.
+    reach = torch.cat([torch.cdist(part, features).topk(k + 1, largest=False).values[:, -1] for part in parts])
+    for part in queries.split(chunk_size):
+        yield torch.cdist(part, features) <= reach
 
 
 def mean_and_covariance(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -333,6 +333,11 @@ class DecayedSiTTransformer2DModel(ModelMixin, AttentionMixin, ConfigMixin, Cach
         """Product of all shortcut weights: how much of the embeddings the shortcuts alone carry through the network."""
         return math.prod(float(block.attention_alpha) * float(block.mlp_alpha) for block in self.transformer_blocks)
 
+    @staticmethod
+    def time_of_noise_level(level: float) -> float:
+        """The `timestep` of a sample with so much noise in it, from 0, data, to 1, noise."""
+        return 1.0 - level
+
     def forward(
         self,
         sample: torch.Tensor,

@@ -1,0 +1,195 @@
+"""Judging generated images: features of real and generated ones, and how far apart they lie.
+
+    encode, identity = image_features("facebook/dinov2-base")
+    real, generated = (extract_features(encode, each, "outputs/features", ...) for each in (real_images, samples))
+    scores(real, generated, ["frechet", "kid", "prdc"])
+
+A distance is a number of one feature network, one number of samples and one reference. Only on Inception's features is it
+the FID that papers report; on others it has another name.
+"""
+
+import hashlib
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional as F
+from transformers import AutoImageProcessor, AutoModel, CLIPImageProcessorPil
+
+from ..data import DataError
+from .features import Encoder, fingerprint, transformer_encoder
+from .frechet import density_coverage, frechet_distance, frechet_spread, kernel_distance, precision_recall
+
+
+METRICS = ("frechet", "kid", "prdc")
+IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def pixel_features(images: torch.Tensor) -> torch.Tensor:
+    """Images in [0, 1] averaged down to 8 x 8 and flattened: crude features that need no trained network."""
+    return F.adaptive_avg_pool2d(images.float(), 8).flatten(1)
+
+
+def image_features(
+    network: str = "pixels", device="cpu", revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[Encoder, str]:
+    """An encoder of images in [0, 1], and what it depends on.
+
+    `pixels` are [`pixel_features`]; `inception` is the network of FID and Inception Score, from torch-fidelity, which
+    downloads its weights; anything else is a folder or repository that `AutoModel` loads.
+    """
+    if network == "pixels":
+        return lambda images, places: {"features": pixel_features(images)}, "pixels averaged to 8 x 8"
+    if network == "inception":
+        try:
+            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+        except ImportError as error:
+            raise DataError("Inception's features need torch-fidelity: pip install 'hf_decayed[fid]'.") from error
+        inception = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"]).to(device)
+        return inception_encoder(inception), "inception-v3-compat of torch-fidelity"
+    origin = {"revision": revision, "trust_remote_code": trust_remote_code}
+    model = AutoModel.from_pretrained(network, **origin).to(device)
+    processor = AutoImageProcessor.from_pretrained(network, **origin)
+    pooling = getattr(model.config, "pooling", "mean")
+    encode = transformer_encoder(model, [f"last.{pooling}"])
+    channels = getattr(model.config, "num_channels", 3)
+
+    def encode_prepared(images, places):
+        arrays = list(in_bytes(images, channels).permute(0, 2, 3, 1).cpu().numpy())
+        prepared = processor(arrays, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
+        (features,) = encode(prepared.to(device), places).values()
+        return {"features": features}
+
+    return encode_prepared, f"{type(model).__name__} {fingerprint(model)}, last.{pooling}"
+
+
+def inception_encoder(inception: torch.nn.Module) -> Encoder:
+    def encode(images, places):
+        features, logits = inception(in_bytes(images, 3))
+        return {"features": features, "logits": logits}
+
+    return encode
+
+
+def in_bytes(images: torch.Tensor, channels: int) -> torch.Tensor:
+    """Images in [0, 1] as bytes; grey ones in colour where so many channels are wanted, and the other way round."""
+    if images.shape[1] != channels:
+        images = images.mean(dim=1, keepdim=True).expand(-1, channels, -1, -1)
+    return (255 * images).round().to(torch.uint8)
+
+
+class SampledImages(torch.utils.data.Dataset):
+    """Samples that lie on the disk, as [`extract_features`] takes them: a folder of images, or bytes in an `.npz` file."""
+
+    def __init__(self, path: str | Path):
+        path = Path(path)
+        if path.is_dir() and (path / "samples.npz").exists():
+            path = path / "samples.npz"
+        if path.is_dir():
+            folder = path / "images" if (path / "images").is_dir() else path
+            self.images = sorted(each for each in folder.iterdir() if each.suffix.lower() in IMAGE_FILES)
+            if not self.images:
+                raise DataError(f"'{path}' holds no images.")
+            digest = hashlib.sha256()
+            for each in self.images:
+                digest.update(each.read_bytes())
+        else:
+            with np.load(path) as arrays:  # no pickles: numpy's own default
+                if "arr_0" not in arrays or arrays["arr_0"].dtype != np.uint8 or arrays["arr_0"].ndim != 4:
+                    raise DataError(f"'{path.name}' has no bytes `(number, height, width, channels)` under `arr_0`.")
+                self.images = arrays["arr_0"]
+            digest = hashlib.sha256(self.images)
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width, of the first."""
+        height, width, channels = self[0].shape
+        return channels, height, width
+
+    def __getitem__(self, place: int) -> np.ndarray:
+        image = self.images[place]
+        if isinstance(image, Path):
+            image = Image.open(image)
+            image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+        return image if image.ndim == 3 else image[..., None]
+
+    def __getitems__(self, places: list[int]) -> dict[str, torch.Tensor]:
+        images = [self[place] for place in places]
+        if len({image.shape for image in images}) > 1:
+            raise DataError("Samples must have one size.")
+        return {
+            "pixel_values": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255,
+            "labels": torch.full((len(places),), -1),
+            "places": torch.tensor(places),
+            "checksums": torch.tensor([zlib.crc32(image.tobytes()) for image in images]),
+        }
+
+
+def centre_of_images(height: int, width: int, channels: int, signed: bool = False) -> CLIPImageProcessorPil:
+    """Brings images to a size: scaled to cover it, and its middle; in [0, 1], or in [-1, 1]."""
+    return CLIPImageProcessorPil(
+        size={"shortest_edge": max(height, width)},
+        crop_size={"height": height, "width": width},
+        do_normalize=signed,
+        image_mean=[0.5] * channels,
+        image_std=[0.5] * channels,
+        do_convert_rgb=channels == 3,
+    )
+
+
+def scores(
+    real: dict[str, torch.Tensor],
+    generated: dict[str, torch.Tensor],
+    metrics: list[str],
+    name: str = "pixels",
+    bootstraps: int = 20,
+    kid_subset_size: int = 1000,
+    k: int = 5,
+    seed: int = 0,
+) -> dict[str, float]:
+    """How far the features of generated images are from those of real ones; each distance with its `_spread`.
+
+    Args:
+        real, generated (`dict`): `features` of each, and Inception's `logits`.
+        name (`str`): Of the features, in the names of what is returned; `inception` gives FID, KID and Inception Score.
+        bootstraps (`int`): Draws of as many generated samples, with repeats, whose deviation is the Frechet distance's
+            spread.
+        k (`int`): The neighbour that sets the reach for precision, recall, density and coverage.
+    """
+    proper = name == "inception"
+    found = {}
+    pair = real["features"], generated["features"]
+    if "frechet" in metrics:
+        label = "fid" if proper else f"frechet_{name}"
+        found[label] = frechet_distance(*pair)
+        found[f"{label}_spread"] = frechet_spread(*pair, bootstraps, seed)
+    if "kid" in metrics:
+        label = "kid" if proper else f"kernel_distance_{name}"
+        subsets = torch.Generator().manual_seed(seed)
+        found[label], found[f"{label}_spread"] = kernel_distance(*pair, subset_size=kid_subset_size, generator=subsets)
+    if "prdc" in metrics:
+        found["precision"], found["recall"] = precision_recall(*pair, k=k)
+        found["density"], found["coverage"] = density_coverage(*pair, k=k)
+    if proper and "logits" in generated:
+        found["inception_score"], found["inception_score_spread"] = inception_score(generated["logits"], seed=seed)
+    return found
+
+
+@torch.no_grad()
+def inception_score(logits: torch.Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float]:
+    """Inception Score (Salimans et al., 2016) of `(number, classes)` logits: mean and deviation over as many parts."""
+    logits = logits[torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))].double()
+    parts = []
+    for part in logits.tensor_split(min(splits, len(logits))):
+        log_probabilities = part.log_softmax(dim=1)
+        log_marginal = log_probabilities.logsumexp(dim=0) - np.log(len(part))
+        divergences = (log_probabilities.exp() * (log_probabilities - log_marginal)).sum(dim=1)
+        parts.append(divergences.mean().exp())
+    parts = torch.stack(parts)
+    return float(parts.mean()), float(parts.std(correction=0))

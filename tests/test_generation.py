@@ -1,0 +1,186 @@
+"""Judging generated images: the same pixels give the same numbers wherever they lie, and the script does what it says."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY_SIZES, random_weights
+from diffusers import DDPMPipeline, DDPMScheduler, DPMSolverMultistepScheduler, UNet2DModel
+from PIL import Image
+
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
+from hf_decayed.data import DataError, load_splits
+from hf_decayed.evaluation.features import ImagesInOrder, extract_features
+from hf_decayed.evaluation.generation import (
+    SampledImages,
+    centre_of_images,
+    image_features,
+    inception_encoder,
+    pixel_features,
+    scores,
+)
+from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
+from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
+from hf_decayed.sampling import sample
+
+
+def evaluate(*flags):
+    """The script, in this process: to start one takes longer than what is tested."""
+    found = importlib.util.spec_from_file_location("evaluate_script", ROOT / "training" / "evaluate.py")
+    script = importlib.util.module_from_spec(found)
+    found.loader.exec_module(script)
+    script.main([*map(str, flags), "--cpu_threads", "1"])
+
+
+def pipeline(folder, num_classes=10):
+    unet = DecayedUViT2DModel(
+        sample_size=28,
+        patch_size=7,
+        in_channels=1,
+        hidden_size=32,
+        num_layers=4,
+        num_attention_heads=2,
+        num_classes=num_classes,
+        shortcut_decay=0.6,
+    )
+    DecayedUViTPipeline(random_weights(unet), DPMSolverMultistepScheduler()).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_samples_are_the_same_from_a_folder_and_an_npz_file(tmp_path, channels):
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 16, 16, channels), dtype=np.uint8)
+    np.savez(tmp_path / "samples.npz", arr_0=pixels)
+    (tmp_path / "folder").mkdir()
+    for place, image in enumerate(pixels):
+        Image.fromarray(image.squeeze()).save(tmp_path / "folder" / f"{place:06d}.png")
+    encode, identity = image_features("pixels")
+    found = [
+        extract_features(encode, SampledImages(tmp_path / name), tmp_path / name[:3], {"by": identity}, batch_size=5)
+        for name in ("samples.npz", "folder")
+    ]
+    expected = pixel_features(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255)
+    for each in found:
+        torch.testing.assert_close(each["features"], expected)
+    assert torch.equal(found[0]["checksums"], found[1]["checksums"])
+    assert SampledImages(tmp_path / "folder").shape == (channels, 16, 16)
+
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no images"):
+        SampledImages(tmp_path / "empty")
+    np.savez(tmp_path / "floats.npz", arr_0=pixels / 255)
+    with pytest.raises(DataError, match="no bytes"):
+        SampledImages(tmp_path / "floats.npz")
+
+
+def test_real_images_come_as_samples_do(tmp_path):
+    """A real image judged as a sample has the very features that it has as a reference."""
+    train = load_splits()[0].select(range(20))
+    pixels = np.stack([np.asarray(image) for image in train["image"]])[..., None]
+    np.savez(tmp_path / "samples.npz", arr_0=pixels)
+    random_weights(DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES))).save_pretrained(tmp_path / "model")
+    for network in ("pixels", str(tmp_path / "model")):  # grey images, for a network of colour ones too
+        encode, identity = image_features(network)
+        as_samples = extract_features(
+            encode, SampledImages(tmp_path / "samples.npz"), tmp_path / "a", {"by": identity}
+        )
+        real = ImagesInOrder(train, "image", None, centre_of_images(28, 28, 1), 1)
+        as_real = extract_features(encode, real, tmp_path / "b", {"by": identity})
+        torch.testing.assert_close(as_samples["features"], as_real["features"], atol=1e-5, rtol=1e-5)
+        assert scores(as_real, as_samples, ["frechet"], bootstraps=2)["frechet_pixels"] < 1e-6
+
+
+def test_names_say_whose_features_they_are():
+    real, generated = ({"features": torch.randn(60, 4), "logits": torch.randn(60, 5)} for _ in range(2))
+    named = scores(real, generated, ["frechet", "kid", "prdc"], name="dinov2-base", bootstraps=2)
+    assert not any("fid" in name or "kid" in name or "inception" in name for name in named)
+    assert {
+        "frechet_dinov2-base",
+        "frechet_dinov2-base_spread",
+        "kernel_distance_dinov2-base",
+        "coverage",
+    } <= named.keys()
+    proper = scores(real, generated, ["frechet", "kid"], name="inception", bootstraps=2)
+    assert {"fid", "fid_spread", "kid", "inception_score"} <= proper.keys()
+
+
+def test_inception_takes_bytes_in_colour():
+    seen = []
+
+    class Inception(torch.nn.Module):
+        def forward(self, images):
+            seen.append(images)
+            return torch.zeros(len(images), 2048), torch.zeros(len(images), 1008)
+
+    grey = torch.tensor([0.0, 1.0, 100 / 255]).view(3, 1, 1, 1).expand(3, 1, 4, 4)
+    assert set(inception_encoder(Inception())(grey, [0, 1, 2])) == {"features", "logits"}
+    assert (
+        seen[0].dtype == torch.uint8
+        and seen[0].shape == (3, 3, 4, 4)
+        and seen[0][:, 2, 0, 0].tolist() == [0, 255, 100]
+    )
+
+
+def test_samples_are_judged(tmp_path, capsys):
+    folders = ["--features_dir", tmp_path / "features", "--samples_dir", tmp_path / "samples"]
+    few = [*folders, "--num_samples", 40, "--num_inference_steps", 3, "--max_train_samples", 200, "--batch_size", 16]
+    output = tmp_path / "results.json"
+    evaluate(pipeline(tmp_path / "model"), *few, "--output", output, "--guidance_scale", 1.5)
+    printed = capsys.readouterr().out
+    results = json.loads(output.read_text())
+    generated, held_out = results["rows"]["40 samples, 3 steps, guidance 1.5"], results["rows"]["40 held-out images"]
+    assert generated["frechet_pixels"] > held_out["frechet_pixels"] > 0
+    assert held_out["precision"] > generated["precision"] and "| 40 held-out images |" in printed
+    assert results["protocol"]["sampling"]["guidance_scale"] == 1.5 and results["dataset"]["number"] == 200
+    assert str(tmp_path) not in json.dumps(results)
+
+    # The samples lie there, and judging them as they lie gives the same.
+    (samples,) = (tmp_path / "samples").iterdir()
+    evaluate(samples, *few, "--output", output)
+    assert json.loads(output.read_text())["rows"]["40 samples"] == generated
+
+
+def test_every_block_is_judged_at_every_noise_level(tmp_path, capsys):
+    few = ["--features_dir", tmp_path, "--max_train_samples", 200, "--max_eval_samples", 60, "--noise_levels", "0,0.9"]
+    output = tmp_path / "results.json"
+    evaluate(pipeline(tmp_path / "model"), *few, "--output", output, "--metrics", "knn,linear,rank")
+    printed = capsys.readouterr().out
+    results = json.loads(output.read_text())
+    blocks = ["in_blocks.0", "in_blocks.1", "mid_block", "out_blocks.0", "out_blocks.1"]
+    assert results["grid"]["blocks"] == blocks and np.shape(results["grid"]["cells"]["linear_accuracy"]) == (5, 2)
+    best = results["best"]["linear_accuracy"]
+    assert results["rows"][best]["linear_accuracy"] == np.max(results["grid"]["cells"]["linear_accuracy"])
+    assert f"best: {best}" in printed and output.with_suffix(".png").exists()
+    # Even untrained blocks see more of an image than of noise.
+    accuracies = np.array(results["grid"]["cells"]["linear_accuracy"])
+    assert accuracies[:, 0].mean() > accuracies[:, 1].mean()
+
+
+def test_what_cannot_be_judged_is_said(tmp_path, capsys):
+    model = pipeline(tmp_path / "model")
+    with pytest.raises(DataError, match="one at a time"):
+        evaluate(model, "--metrics", "knn,frechet")
+    with pytest.raises(DataError, match="is no folder here, and no repository that could be had"):
+        evaluate(tmp_path / "absent")
+    with pytest.raises(SystemExit):
+        evaluate(model, "--metrics", "fid")
+    assert "--metrics of a pipeline are knn, linear, rank, frechet, kid, prdc; got fid" in capsys.readouterr().err
+
+
+def test_pipelines_of_diffusers_are_sampled_too(tmp_path):
+    unet = UNet2DModel(
+        sample_size=8,
+        block_out_channels=(16, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+    )
+    DDPMPipeline(unet, DDPMScheduler()).save_pretrained(tmp_path / "model")
+    sample(str(tmp_path / "model"), tmp_path / "samples", num=3, num_inference_steps=2, file_format="npz")
+    assert SampledImages(tmp_path / "samples").shape == (3, 8, 8)
+    with pytest.raises(ValueError, match="DDPMPipeline takes no `guidance_scale`; it takes batch_size"):
+        sample(str(tmp_path / "model"), tmp_path / "guided", num=3, guidance_scale=2.0)
+    with pytest.raises(ValueError, match="DDPMPipeline takes no `class_labels`"):
+        sample(str(tmp_path / "model"), tmp_path / "classes", num=3, classes="1,2")
