@@ -4,6 +4,7 @@
     python training/benchmark.py data        real images against synthetic ones; mae.py against transformers' `Trainer`
     python training/benchmark.py training    images a second and share of the machine's peak
     python training/benchmark.py eval        kNN, effective rank and feature extraction against scikit-learn, faiss, torch
+    python training/benchmark.py diffusion   U-ViT and SiT against the official arithmetic and diffusers' DiT; latents; sampling
     python training/benchmark.py models --sizes tiny --rounds 9 --output model_cards/results/benchmark_models.json
 
 Variants take turns inside each round, so that a busy machine slows them alike; what counts is the ratio to the peer
@@ -32,9 +33,12 @@ import numpy as np
 import psutil
 import torch
 import transformers
+from accelerate import Accelerator
 from datasets import Dataset
+from diffusers import AutoencoderKL, DiTTransformer2DModel, DPMSolverMultistepScheduler
 from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
@@ -44,8 +48,12 @@ from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, Decayed
 from hf_decayed.data import Augmentation, EpochBatches, TrainingImages, crop_boxes, load_splits
 from hf_decayed.evaluation import effective_rank, knn_accuracy
 from hf_decayed.evaluation.features import ImagesInOrder, extract_features, transformer_encoder
+from hf_decayed.latents import latent_images
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor, select_rows
+from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
+from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
+from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 from hf_decayed.runs import flags_without_paths, versions
 
 
@@ -103,9 +111,12 @@ KINDS_OF_WORK = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["models", "data", "training", "eval"])
+    parser.add_argument("command", choices=["models", "data", "training", "eval", "diffusion"])
     parser.add_argument(
-        "--sizes", default="tiny,base", help="models: comma-separated, of tiny, base (ViT-B/16, 224 px)"
+        "--sizes",
+        default="tiny,base",
+        help="comma-separated; models: tiny, base (ViT-B/16, 224 px); diffusion: tiny (U-ViT-S, SiT-S/2), base (U-ViT-M, "
+        "SiT-XL/2)",
     )
     parser.add_argument("--batch_size", type=int, help="instead of each size's own")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds; each runs every variant once")
@@ -129,7 +140,7 @@ def main():
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     benchmarks = {"models": benchmark_models, "data": benchmark_data, "training": benchmark_training}
-    benchmark = {**benchmarks, "eval": benchmark_eval}[arguments.command]
+    benchmark = {**benchmarks, "eval": benchmark_eval, "diffusion": benchmark_diffusion}[arguments.command]
     results = {
         "command": " ".join(["python", "training/benchmark.py", *flags_without_paths()]),
         "machine": f"{platform.machine()} {arguments.device}, {arguments.threads} thread(s)",
@@ -401,6 +412,174 @@ def benchmark_eval(arguments) -> list[dict]:
     runs = {"forward pass alone": forward, "extract_features": extraction}
     tables.append(take_turns("features of 512 bundled images, tiny", runs, 512, arguments))
     return tables
+
+
+OFFICIAL = "the official arithmetic"
+
+
+class OfficialAttention:
+    """U-ViT's and SiT's own: queries, keys and values by one product; in float32, whatever the rest is in."""
+
+    def __call__(self, attn, hidden_states):
+        query, key, value = (
+            attn.to_qkv(hidden_states).unflatten(-1, (3, attn.heads, -1)).permute(2, 0, 3, 1, 4).float()
+        )
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return attn.to_out[0](attended.to(hidden_states.dtype))
+
+
+def benchmark_diffusion(arguments) -> list[dict]:
+    """Networks, then what surrounds them: latents that are kept, and sampling. Official: float32, fused projections."""
+    tables = []
+    dtype = getattr(torch, arguments.dtype)
+
+    def ours(model_class, size, **fields):
+        model = model_class.from_size(size, **fields).to(arguments.device)
+        return torch.compile(model) if arguments.compile else model
+
+    def official(model_class, size, **fields):
+        model = model_class.from_size(size, shortcut_decay=1.0, **fields).to(arguments.device)
+        model.fuse_qkv_projections()
+        model.set_attn_processor(OfficialAttention())
+        return model
+
+    def forward(label, model, inputs):
+        model.eval()
+        if label not in (OFFICIAL, "diffusers DiT"):
+            model, inputs = model.to(dtype), {**inputs, "sample": inputs["sample"].to(dtype)}
+        inputs = {"hidden_states" if label == "diffusers DiT" and k == "sample" else k: v for k, v in inputs.items()}
+        return torch.no_grad()(lambda: model(**inputs))
+
+    def training_step(label, model, inputs):
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        autocast = label != OFFICIAL and dtype != torch.float32
+
+        def step():
+            with torch.autocast(arguments.device, dtype, enabled=autocast):
+                predicted = model(**inputs).sample
+            F.mse_loss(predicted.float(), inputs["sample"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    for name in arguments.sizes.split(","):
+        size, batch_size = {"tiny": ("S", 8), "base": ("M", 2)}[name]
+        batch_size = arguments.batch_size or batch_size
+        fields = {} if name == "tiny" else {"in_channels": 4, "num_classes": 1000}
+        sample = torch.randn(batch_size, fields.get("in_channels", 3), 32, 32, device=arguments.device)
+        inputs = {"sample": sample, "timestep": torch.arange(batch_size, device=arguments.device)}
+        models = {OFFICIAL: official(DecayedUViT2DModel, size, **fields)}
+        for decay in (1.0, 0.7):
+            models[f"shortcut_decay {decay}"] = ours(DecayedUViT2DModel, size, shortcut_decay=decay, **fields)
+        runs = {label: forward(label, model, inputs) for label, model in models.items()}
+        tables.append(take_turns(f"U-ViT-{size}: denoising, batch {batch_size}", runs, batch_size, arguments))
+        tables[-1]["time goes to (%)"] = {label: where_time_goes(run) for label, run in runs.items()}
+        if name == "tiny":
+            half = {key: each[: batch_size // 2] for key, each in inputs.items()}
+            runs = {label: training_step(label, model.float(), half) for label, model in models.items()}
+            title = f"U-ViT-{size}: training step, batch {batch_size // 2}"
+            tables.append(take_turns(title, runs, batch_size // 2, arguments))
+            tables[-1]["time goes to (%)"] = {label: where_time_goes(run) for label, run in runs.items()}
+
+        size, batch_size = {"tiny": ("S/2", 4), "base": ("XL/2", 1)}[name]
+        batch_size = arguments.batch_size or batch_size
+        plain = {"num_classes": 1000, "encoder_decoder_skips": False}
+        models = {OFFICIAL: official(DecayedSiTTransformer2DModel, size, **plain)}
+        config = models[OFFICIAL].config
+        models["diffusers DiT"] = DiTTransformer2DModel(
+            num_attention_heads=config.num_attention_heads,
+            attention_head_dim=config.hidden_size // config.num_attention_heads,
+            num_layers=config.num_layers,
+            patch_size=2,
+            sample_size=32,
+            in_channels=4,
+            out_channels=4,
+        ).to(arguments.device)
+        models["1.0, no skips"] = ours(DecayedSiTTransformer2DModel, size, **plain, shortcut_decay=1.0)
+        models["0.8, no skips"] = ours(DecayedSiTTransformer2DModel, size, **plain, shortcut_decay=0.8)
+        models["0.8, skips (more work)"] = ours(
+            DecayedSiTTransformer2DModel, size, num_classes=1000, shortcut_decay=0.8
+        )
+        inputs = {
+            "sample": torch.randn(batch_size, 4, 32, 32, device=arguments.device),
+            "timestep": torch.rand(batch_size, device=arguments.device),
+            "class_labels": torch.arange(batch_size, device=arguments.device),
+        }
+        runs = {label: forward(label, model, inputs) for label, model in models.items()}
+        tables.append(take_turns(f"SiT-{size}: forward, batch {batch_size}", runs, batch_size, arguments))
+        tables[-1]["time goes to (%)"] = {label: where_time_goes(run) for label, run in runs.items()}
+        del models, runs
+        gc.collect()
+    return tables + [kept_latents(arguments), sampling_steps(arguments)]
+
+
+def kept_latents(arguments) -> dict:
+    """A training step of U-ViT-S on the latents of images of 256 pixels, by an autoencoder of Stable Diffusion's size."""
+    side, batch_size = 256, 2
+    vae = AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        latent_channels=4,
+    )
+    vae.requires_grad_(False).to(arguments.device).eval()
+    model = DecayedUViT2DModel.from_size("S", in_channels=4).to(arguments.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    options = argparse.Namespace(
+        image_size=side, seed=0, horizontal_flip=True, memory_limit_gb=1.0, num_workers=0, on_bad_image="stop"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        photographs = Dataset.from_dict({"image": save_photographs(Path(folder), 2 * batch_size)})
+        photographs = photographs.cast_column("image", datasets.Image())
+        options.latents_dir = Path(folder) / "latents"
+        kept, encoded = (
+            latent_images(
+                vae,
+                photographs,
+                "image",
+                None,
+                argparse.Namespace(**vars(options), keep_latents=keep),
+                Accelerator(cpu=arguments.device == "cpu"),
+            )
+            for keep in (True, False)
+        )
+        epoch = itertools.count()
+
+        def step(images):
+            keys = [(next(epoch), place) for place in range(batch_size)]
+            batch = {name: each.to(arguments.device) for name, each in images.__getitems__(keys).items()}
+            times = (1000 * batch["uniform"][:, 0]).long()
+            F.mse_loss(model(batch["pixel_values"] + batch["noise"], times).sample, batch["noise"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        runs = {"the autoencoder in the loop": lambda: step(encoded), "latents kept": lambda: step(kept)}
+        return take_turns(
+            f"U-ViT-S: training on latents of {side} pixels, batch {batch_size}", runs, batch_size, arguments
+        )
+
+
+def sampling_steps(arguments) -> dict:
+    """Fifty steps of the pipeline against fifty calls of its network, which is as small as the bundled run's."""
+    steps, batch_size = 50, arguments.batch_size or 16
+    model = DecayedUViT2DModel(patch_size=4, hidden_size=128, num_layers=8, num_attention_heads=4).to(arguments.device)
+    pipeline = DecayedUViTPipeline(model.eval(), DPMSolverMultistepScheduler())
+    pipeline.set_progress_bar_config(disable=True)
+    noise = torch.randn(batch_size, 3, 32, 32, device=arguments.device)
+
+    @torch.no_grad()
+    def calls():
+        for step in range(steps):
+            model(noise, torch.tensor(step))
+
+    runs = {
+        f"{steps} calls of the network": calls,
+        f"pipeline, {steps} steps": lambda: pipeline(latents=noise, batch_size=batch_size, num_inference_steps=steps),
+    }
+    return take_turns(f"Sampling: {steps} steps, batch {batch_size}, small network", runs, batch_size, arguments)
 
 
 def extra_memory(run) -> int:
