@@ -12,6 +12,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from conftest import random_weights
 from diffusers import (
     AutoencoderKL,
     DDIMPipeline,
@@ -24,6 +25,7 @@ from diffusers import (
     ModelMixin,
 )
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.hooks import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from loopback_hub import serve
 from PIL import Image
 from torch.nn import functional as F
@@ -585,3 +587,47 @@ def test_many_samples_by_two_processes(tmp_path):
         assert result.returncode == 0, result.stderr[-2000:]
     one, two = (np.load(tmp_path / name / "samples.npz")["arr_0"] for name in "12")
     assert len(one) == 9 and np.array_equal(one, two)
+
+
+@pytest.mark.parametrize("kind", ["uvit", "sit", "sit with skips"])
+def test_caches_of_diffusers(kind):
+    """Those of attention on all networks, those of blocks where no skip needs the blocks; else a sentence."""
+    sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "num_classes": 3}
+    sizes |= {"patch_size": 2, "in_channels": 3, "shortcut_decay": 0.6}
+    if kind == "uvit":
+        network = random_weights(DecayedUViT2DModel(**sizes))
+        pipeline = DecayedUViTPipeline(network, DPMSolverMultistepScheduler())
+    else:
+        network = random_weights(DecayedSiTTransformer2DModel(**sizes, encoder_decoder_skips="skips" in kind))
+        pipeline = DecayedSiTPipeline(network, FlowMatchEulerDiscreteScheduler())
+    pipeline.set_progress_bar_config(disable=True)
+    blocks_called = []
+    last_block = (network.out_blocks if kind == "uvit" else network.transformer_blocks)[-1]
+    last_block.fc2.register_forward_hook(lambda *_: blocks_called.append(1))
+
+    def images():
+        blocks_called.clear()
+        arguments = {"guidance_scale": 2.0, "guidance_interval": (0.3, 1.0), "num_inference_steps": 8}
+        generator = torch.Generator().manual_seed(0)
+        return pipeline([0, 1], generator=generator, output_type="np", **arguments).images
+
+    exact = images()
+    assert len(blocks_called) == 8
+    attention = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(100, 900),
+        current_timestep_callback=lambda: pipeline.current_timestep,
+    )
+    blocks = FirstBlockCacheConfig(threshold=0.5)
+    for config in (attention, blocks):
+        if config is blocks and kind != "sit":
+            with pytest.raises(ValueError, match="leaves out blocks whose outputs the skips of this network take"):
+                network.enable_cache(config)
+            continue
+        network.enable_cache(config)
+        cached = images()
+        assert np.isfinite(cached).all() and not np.array_equal(cached, exact)
+        assert len(blocks_called) == 8 if config is attention else 1 < len(blocks_called) < 8
+        assert np.array_equal(images(), cached)  # nothing is left over from the call before
+        network.disable_cache()
+        assert np.array_equal(images(), exact)

@@ -33,6 +33,8 @@ SIZES = {
 }
 
 TIME_FREQUENCIES = 256
+BLOCK_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig", "SeaCacheConfig")  # diffusers' that leave out blocks
+
 EFFECTIVE_DECAY_TARGET = 3e-3  # of all alphas multiplied; what `shortcut_decay="auto"` aims at
 
 
@@ -328,6 +330,19 @@ class DecayedSiTTransformer2DModel(ModelMixin, AttentionMixin, ConfigMixin, Cach
             nn.init.normal_(linear.weight, std=0.02)
         for linear in (*(block.modulation for block in self.transformer_blocks), self.modulation_out, self.proj_out):
             nn.init.zeros_(linear.weight)
+
+    def enable_cache(self, config) -> None:
+        """As diffusers'; caches that leave out blocks fit networks without skips only."""
+        if type(config).__name__ in BLOCK_CACHES:
+            if self.config.encoder_decoder_skips:
+                raise ValueError(
+                    f"{type(config).__name__} leaves out blocks whose outputs the skips of this network take: use "
+                    "PyramidAttentionBroadcastConfig, or a network with `encoder_decoder_skips=False`."
+                )
+            from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry  # not public
+
+            TransformerBlockRegistry.register(DecayedSiTBlock, TransformerBlockMetadata(return_hidden_states_index=0))
+        super().enable_cache(config)
 
     def effective_decay(self) -> float:
         """Product of all shortcut weights: how much of the embeddings the shortcuts alone carry through the network."""

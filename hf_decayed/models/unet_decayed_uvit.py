@@ -33,6 +33,8 @@ SIZES = {
     "H": {"hidden_size": 1152, "num_layers": 28, "num_attention_heads": 16, "final_conv": False},
 }
 
+BLOCK_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig", "SeaCacheConfig")  # diffusers' that leave out blocks
+
 EFFECTIVE_DECAY_TARGET = 3e-3  # of all alphas multiplied; what `shortcut_decay="auto"` aims at
 
 # How a scheduler's timestep t becomes the time that the network is trained with.
@@ -322,6 +324,15 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
                 if isinstance(module, DecayedUViTBlock):
                     nn.init.zeros_(module.attn.to_out[0].weight)
                     nn.init.zeros_(module.fc2.weight)
+
+    def enable_cache(self, config) -> None:
+        """As diffusers', but for caches that leave out blocks."""
+        if type(config).__name__ in BLOCK_CACHES:
+            raise ValueError(
+                f"{type(config).__name__} leaves out blocks whose outputs the skips of this network take: use "
+                "PyramidAttentionBroadcastConfig."
+            )
+        super().enable_cache(config)
 
     def effective_decay(self) -> float:
         """Product of all shortcut weights: how much of the embeddings the shortcuts alone carry through the network."""

@@ -57,6 +57,12 @@ class DecayedSiTPipeline(DiffusionPipeline):
             id2label = {str(number): name for number, name in id2label.items()}  # as JSON will have it
         self.register_to_config(id2label=id2label, latent_scale=latent_scale, latent_shift=latent_shift)
         self.image_processor = VaeImageProcessor()
+        self._current_timestep = None
+
+    @property
+    def current_timestep(self) -> torch.Tensor | None:
+        """While it samples; caches of attention ask for it."""
+        return self._current_timestep
 
     @property
     def label2id(self) -> dict[str, int]:
@@ -130,20 +136,26 @@ class DecayedSiTPipeline(DiffusionPipeline):
         low, high = (share * unit for share in guidance_interval)
 
         for step, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
+            self._current_timestep = timestep
             inputs, time = latents, 1 - timestep / unit  # SiT's time runs from noise at 0 to data at 1
             if guided and low <= float(timestep) <= high:
                 both = {"class_labels": torch.cat([conditions["class_labels"], null_labels])}
-                predicted = self.transformer(torch.cat([inputs, inputs]).to(dtype), time, **both).sample
+                with self.transformer.cache_context(
+                    "guided"
+                ):  # apart, where one is in use: half as many rows come below
+                    predicted = self.transformer(torch.cat([inputs, inputs]).to(dtype), time, **both).sample
                 conditional, unconditional = predicted.float().chunk(2)
                 predicted = torch.lerp(unconditional, conditional, guidance_scale)
             else:
-                predicted = self.transformer(inputs.to(dtype), time, **conditions).sample
+                with self.transformer.cache_context("unguided"):
+                    predicted = self.transformer(inputs.to(dtype), time, **conditions).sample
             # Schedulers have the velocity from data to noise, SiT has it from noise to data.
             latents = self.scheduler.step(-predicted.float(), timestep, latents, **more).prev_sample
             if callback_on_step_end is not None:
                 tensors = {name: {"latents": latents}[name] for name in callback_on_step_end_tensor_inputs}
                 latents = callback_on_step_end(self, step, timestep, tensors).pop("latents", latents)
 
+        self._current_timestep = None
         if not torch.isfinite(latents).all():
             raise ValueError(
                 "The samples hold NaN or infinity, so there are no images: try a lower `guidance_scale`, another "

@@ -59,6 +59,12 @@ class DecayedUViTPipeline(DiffusionPipeline):
             id2label=id2label, prediction_type=prediction_type, latent_scale=latent_scale, latent_shift=latent_shift
         )
         self.image_processor = VaeImageProcessor()
+        self._current_timestep = None
+
+    @property
+    def current_timestep(self) -> torch.Tensor | None:
+        """While it samples; caches of attention ask for it."""
+        return self._current_timestep
 
     @property
     def label2id(self) -> dict[str, int]:
@@ -131,19 +137,23 @@ class DecayedUViTPipeline(DiffusionPipeline):
         low, high = (share * self.scheduler.config.num_train_timesteps for share in guidance_interval)
 
         for step, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
+            self._current_timestep = timestep
             inputs = self.scheduler.scale_model_input(latents, timestep)
             if guided and low <= float(timestep) <= high:
                 both = {"class_labels": torch.cat([conditions["class_labels"], null_labels])}
-                predicted = self.unet(torch.cat([inputs, inputs]).to(dtype), timestep, **both).sample
+                with self.unet.cache_context("guided"):  # apart, where one is in use: half as many rows come below
+                    predicted = self.unet(torch.cat([inputs, inputs]).to(dtype), timestep, **both).sample
                 conditional, unconditional = predicted.float().chunk(2)
                 predicted = torch.lerp(unconditional, conditional, guidance_scale)
             else:
-                predicted = self.unet(inputs.to(dtype), timestep, **conditions).sample
+                with self.unet.cache_context("unguided"):
+                    predicted = self.unet(inputs.to(dtype), timestep, **conditions).sample
             latents = self.scheduler.step(predicted.float(), timestep, latents, **more).prev_sample
             if callback_on_step_end is not None:
                 tensors = {name: {"latents": latents}[name] for name in callback_on_step_end_tensor_inputs}
                 latents = callback_on_step_end(self, step, timestep, tensors).pop("latents", latents)
 
+        self._current_timestep = None
         if not torch.isfinite(latents).all():
             raise ValueError(
                 "The samples hold NaN or infinity, so there are no images: try a lower `guidance_scale`, another "
