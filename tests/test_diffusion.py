@@ -631,3 +631,15 @@ def test_caches_of_diffusers(kind):
         assert np.array_equal(images(), cached)  # nothing is left over from the call before
         network.disable_cache()
         assert np.array_equal(images(), exact)
+
+
+@pytest.mark.parametrize("model_class", [DecayedUViT2DModel, DecayedSiTTransformer2DModel])
+def test_blocks_compile_alone(model_class):
+    """Diffusers' regional compilation: the one block is traced whole, and nothing changes."""
+    sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "in_channels": 3}
+    network = random_weights(model_class(**sizes, patch_size=2, shortcut_decay=0.6)).eval()
+    inputs = torch.randn(2, 3, 8, 8), torch.tensor([0.2, 0.7])
+    with torch.no_grad():
+        expected = network(*inputs).sample
+        network.compile_repeated_blocks(fullgraph=True, backend="eager")
+        assert torch.equal(network(*inputs).sample, expected)

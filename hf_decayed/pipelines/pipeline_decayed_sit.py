@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -147,7 +148,7 @@ class DecayedSiTPipeline(DiffusionPipeline):
                 conditional, unconditional = predicted.float().chunk(2)
                 predicted = torch.lerp(unconditional, conditional, guidance_scale)
             else:
-                with self.transformer.cache_context("unguided"):
+                with cache_of(self.transformer, "unguided"):
                     predicted = self.transformer(inputs.to(dtype), time, **conditions).sample
             # Schedulers have the velocity from data to noise, SiT has it from noise to data.
             latents = self.scheduler.step(-predicted.float(), timestep, latents, **more).prev_sample
@@ -251,6 +252,11 @@ def set_timesteps(scheduler, num_inference_steps: int, device) -> None:
         scheduler.set_timesteps(sigmas=sigmas, device=device)
     else:
         scheduler.set_timesteps(num_inference_steps, device=device)
+
+
+def cache_of(network, name: str):
+    """Where diffusers' caches keep what they keep, if the network takes any."""
+    return network.cache_context(name) if hasattr(network, "cache_context") else nullcontext()
 
 
 def copy_source(cls: type, folder: Path) -> str:

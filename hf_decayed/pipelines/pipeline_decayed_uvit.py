@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -141,12 +142,12 @@ class DecayedUViTPipeline(DiffusionPipeline):
             inputs = self.scheduler.scale_model_input(latents, timestep)
             if guided and low <= float(timestep) <= high:
                 both = {"class_labels": torch.cat([conditions["class_labels"], null_labels])}
-                with self.unet.cache_context("guided"):  # apart, where one is in use: half as many rows come below
+                with cache_of(self.unet, "guided"):  # one of its own: half as many rows come below
                     predicted = self.unet(torch.cat([inputs, inputs]).to(dtype), timestep, **both).sample
                 conditional, unconditional = predicted.float().chunk(2)
                 predicted = torch.lerp(unconditional, conditional, guidance_scale)
             else:
-                with self.unet.cache_context("unguided"):
+                with cache_of(self.unet, "unguided"):
                     predicted = self.unet(inputs.to(dtype), timestep, **conditions).sample
             latents = self.scheduler.step(predicted.float(), timestep, latents, **more).prev_sample
             if callback_on_step_end is not None:
@@ -235,6 +236,11 @@ class DecayedUViTPipeline(DiffusionPipeline):
             HfApi(token=repository.get("token")).upload_folder(
                 repo_id=name, folder_path=folder, commit_message=message
             )
+
+
+def cache_of(network, name: str):
+    """Where diffusers' caches keep what they keep, if the network takes any."""
+    return network.cache_context(name) if hasattr(network, "cache_context") else nullcontext()
 
 
 def copy_source(cls: type, folder: Path) -> str:
