@@ -141,9 +141,7 @@ class DecayedSiTPipeline(DiffusionPipeline):
             inputs, time = latents, 1 - timestep / unit  # SiT's time runs from noise at 0 to data at 1
             if guided and low <= float(timestep) <= high:
                 both = {"class_labels": torch.cat([conditions["class_labels"], null_labels])}
-                with self.transformer.cache_context(
-                    "guided"
-                ):  # apart, where one is in use: half as many rows come below
+                with cache_of(self.transformer, "guided"):  # one of its own: half as many rows come below
                     predicted = self.transformer(torch.cat([inputs, inputs]).to(dtype), time, **both).sample
                 conditional, unconditional = predicted.float().chunk(2)
                 predicted = torch.lerp(unconditional, conditional, guidance_scale)
