@@ -426,31 +426,35 @@ def as_it_is(batch):
 
 
 class EpochBatches(torch.utils.data.Sampler):
-    """Endless global batches of `(epoch, index)`, each epoch in an order of its own, from any step on."""
+    """Endless global batches of `(epoch, index)`, each epoch in an order of its own, from any step on.
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int, first_step: int, last_step: int):
+    With `parts` each comes in as many, one after the other: accumulating gradients changes nothing about the order.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, seed: int, first_step: int, last_step: int, parts: int = 1):
         if batch_size > num_samples:
             raise DataError(f"A batch of {batch_size} images needs as many; there are {num_samples}.")
-        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-        self.first_step, self.last_step = first_step, last_step
+        self.num_samples, self.seed = num_samples, seed
+        self.first_step, self.last_step, self.parts = first_step, last_step, parts
+        self.steps_per_epoch = num_samples // batch_size
+        self.batch_size = batch_size // parts  # of what comes: accelerate looks here
         self.drop_last = True
 
     def __len__(self) -> int:
-        return self.last_step - self.first_step
+        return (self.last_step - self.first_step) * self.parts
 
     def __iter__(self):
-        steps_per_epoch = self.num_samples // self.batch_size
         epoch_of_order, order = None, None
         for step in range(self.first_step, self.last_step):
-            epoch, position = divmod(step, steps_per_epoch)
+            epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != epoch_of_order:
                 epoch_of_order, order = (
                     epoch,
                     np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.num_samples),
                 )
-            yield [
-                (epoch, int(index)) for index in order[position * self.batch_size : (position + 1) * self.batch_size]
-            ]
+            for part in range(self.parts):
+                start = (position * self.parts + part) * self.batch_size
+                yield [(epoch, int(index)) for index in order[start : start + self.batch_size]]
 
 
 def evaluation_images(

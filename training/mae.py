@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType, ProjectConfiguration, gather_object, set_seed
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
@@ -54,11 +54,13 @@ from hf_decayed.runs import (
     identity_of,
     leave_signals_to_the_parent,
     load_images,
+    make_repository,
     names_of,
     one_sentence,
     parse_with_recipe,
     resume_or_clear,
     share_cores,
+    upload_run,
     versions,
 )
 
@@ -171,12 +173,7 @@ def main():
             f"{options.gradient_accumulation_steps} accumulation step(s) make {parts} parts."
         )
 
-    repository = None
-    if options.push_to_hub and accelerator.is_main_process:
-        try:  # first, so that a missing right is found out before training
-            repository = HfApi().create_repo(options.push_to_hub, exist_ok=True).repo_id
-        except Exception as error:  # the client raises whatever its HTTP library does
-            raise DataError(f"The repository '{options.push_to_hub}' cannot be made: {error}") from error
+    repository = make_repository(options.push_to_hub, accelerator)
 
     # Model.
     slow_sdpa = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
@@ -287,13 +284,13 @@ def main():
         "generator": torch.Generator(),  # its own: starting to iterate must not move the one that dropout draws from
         "worker_init_fn": leave_signals_to_the_parent,
     }
-    first_batch, last_batch = (each * options.gradient_accumulation_steps for each in (step, total_steps))
+    parts = options.gradient_accumulation_steps
     if options.streaming:
         # Accelerate lets one process read a stream and hands out the parts. Resuming reads again what was seen.
         loader = torch.utils.data.DataLoader(images, batch_size=micro_batch, drop_last=True, **loader_arguments)
-        loader = itertools.islice(accelerator.prepare(loader), first_batch, last_batch)
+        loader = itertools.islice(accelerator.prepare(loader), step * parts, total_steps * parts)
     else:
-        batches = EpochBatches(len(images), micro_batch, options.seed, first_batch, last_batch)
+        batches = EpochBatches(len(images), options.batch_size, options.seed, step, total_steps, parts)
         loader = torch.utils.data.DataLoader(images, batch_sampler=batches, collate_fn=as_it_is, **loader_arguments)
         loader = accelerator.prepare(loader)
     if accelerator.is_main_process:
@@ -435,15 +432,7 @@ def main():
         print(summary(results))
         print(f"model, results.json, reconstructions.png, curves.png: {options.output_dir}")
         if repository:
-            left_out = ["checkpoints/*", "arguments.json", "mae/*"]  # the last: what trackers wrote, with local paths
-            try:
-                HfApi().upload_folder(repo_id=repository, folder_path=options.output_dir, ignore_patterns=left_out)
-            except Exception as error:
-                again = " ".join(f"--exclude '{pattern}'" for pattern in left_out)
-                raise DataError(
-                    f"Trained and saved, but not uploaded ({error}); try `hf upload {repository} {options.output_dir} . {again}`."
-                ) from error
-            print(f"uploaded to {repository}")
+            upload_run(repository, options.output_dir, trackers="mae")
     accelerator.end_training()
 
 

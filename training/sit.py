@@ -43,11 +43,13 @@ from hf_decayed.runs import (
     identity_of,
     leave_signals_to_the_parent,
     load_images,
+    make_repository,
     names_of,
     one_sentence,
     parse_with_recipe,
     resume_or_clear,
     share_cores,
+    upload_run,
     versions,
 )
 from hf_decayed.sampling import Looks
@@ -84,7 +86,10 @@ def parse_arguments(arguments=None):
     model.add_argument("--class_dropout", type=float, default=0.1, help="how often the class is kept from the network")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--batch_size", type=int, default=256, help="images per step, over all processes")
+    training.add_argument(
+        "--batch_size", type=int, default=256, help="images per step, over all processes and accumulation"
+    )
+    training.add_argument("--gradient_accumulation_steps", type=int, default=1)
     training.add_argument("--max_train_steps", type=int, default=400_000)
     training.add_argument("--learning_rate", type=float, default=1e-4, help="constant after the warm-up")
     training.add_argument("--warmup_steps", type=int, default=0)
@@ -111,6 +116,8 @@ def parse_arguments(arguments=None):
     running.add_argument("--guidance_scale", type=float, default=1.0, help="of samples; 1 is none")
     running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
 
+    running.add_argument("--push_to_hub", metavar="REPOSITORY", help="repository to upload the result to")
+
     options, recipe = parse_with_recipe(parser, RECIPES, arguments)
     fields = recipe.get("fields", {})
     if options.size not in (None, recipe.get("size")):  # asked for by name: the recipe's own sizes give way
@@ -121,7 +128,8 @@ def parse_arguments(arguments=None):
         options.fields["shortcut_decay"] = options.shortcut_decay
     if options.size not in SIZES:
         parser.error(f"--size must be one of {', '.join(SIZES)}, got {options.size}")
-    for name in ("batch_size", "checkpointing_steps", "log_every", "max_train_steps", "sample_images"):
+    at_least_one = ("batch_size", "gradient_accumulation_steps", "checkpointing_steps", "log_every", "max_train_steps")
+    for name in (*at_least_one, "sample_images"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     return options
@@ -133,6 +141,7 @@ def main():
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision=options.mixed_precision,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
         # Each process takes its part of every global batch, so that batches do not depend on how many there are.
         dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
@@ -145,10 +154,14 @@ def main():
     say(
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}, precision {accelerator.mixed_precision}"
     )
-    if options.batch_size % accelerator.num_processes != 0:
+    parts = accelerator.num_processes * options.gradient_accumulation_steps
+    if options.batch_size % parts != 0:
         raise DataError(
-            f"--batch_size {options.batch_size} is not divisible by {accelerator.num_processes} processes."
+            f"--batch_size {options.batch_size} cannot be shared out: {accelerator.num_processes} process(es) times "
+            f"{options.gradient_accumulation_steps} accumulation step(s) make {parts} parts."
         )
+    micro_batch = options.batch_size // options.gradient_accumulation_steps
+    repository = make_repository(options.push_to_hub, accelerator)
 
     # Data.
     train, _, dataset_name, image_column, label_column = load_images(options, accelerator)
@@ -200,7 +213,9 @@ def main():
     accelerator.init_trackers("sit", config={name: str(value) for name, value in vars(options).items()})
     loader = torch.utils.data.DataLoader(
         images,
-        batch_sampler=EpochBatches(len(images), options.batch_size, options.seed, step, total_steps),
+        batch_sampler=EpochBatches(
+            len(images), options.batch_size, options.seed, step, total_steps, options.gradient_accumulation_steps
+        ),
         collate_fn=as_it_is,
         # What lies in memory, or is encoded on the device, is best made here.
         num_workers=0 if images.memory is not None or isinstance(images, EncodedLatents) else options.num_workers,
@@ -230,6 +245,7 @@ def main():
     )
     model.train()
     window_start, window_images = time.perf_counter(), 0
+    step_loss = torch.zeros((), device=accelerator.device)
     for batch in loader:
         looking = options.sample_every and (step + 1) % options.sample_every == 0 and step + 1 < total_steps
         logging = looking or (step + 1) % options.log_every == 0 or step + 1 == total_steps
@@ -244,25 +260,30 @@ def main():
         if class_names:
             dropped = batch["uniform"][:, 1] < options.class_dropout
             conditions["class_labels"] = torch.where(dropped, len(class_names), batch["labels"])
-        predicted = model(noisy, times, **conditions).sample
-        batch_loss = F.mse_loss(predicted.float(), velocity)
-        accelerator.backward(batch_loss)
-        gradient_norm = accelerator.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
-        # One exchange per step tells every process the same: mean loss, and whether any was asked to stop.
-        report = torch.stack([batch_loss.detach(), torch.tensor(float(stop.asked), device=accelerator.device)])
-        loss, stopping = accelerator.reduce(report, "mean").tolist()
-        # With fp16 the gradient scaler itself skips what overflows, and has to see it to lower its scale.
-        finite = math.isfinite(loss) and math.isfinite(float(gradient_norm))
-        if finite or accelerator.scaler is not None:
-            optimizer.step()
-        if finite and not accelerator.optimizer_step_was_skipped:
-            average.update_parameters(plain_model)
-        else:
-            skipped += 1
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            predicted = model(noisy, times, **conditions).sample
+            batch_loss = F.mse_loss(predicted.float(), velocity)
+            accelerator.backward(batch_loss)
+            step_loss += batch_loss.detach() / options.gradient_accumulation_steps
+            window_images += micro_batch
+            if not accelerator.sync_gradients:
+                continue
+            gradient_norm = accelerator.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
+            # One exchange per step tells every process the same: mean loss, and whether any was asked to stop.
+            report = torch.stack([step_loss, torch.tensor(float(stop.asked), device=accelerator.device)])
+            loss, stopping = accelerator.reduce(report, "mean").tolist()
+            step_loss.zero_()
+            # With fp16 the gradient scaler itself skips what overflows, and has to see it to lower its scale.
+            finite = math.isfinite(loss) and math.isfinite(float(gradient_norm))
+            if finite or accelerator.scaler is not None:
+                optimizer.step()
+            if finite and not accelerator.optimizer_step_was_skipped:
+                average.update_parameters(plain_model)
+            else:
+                skipped += 1
+            optimizer.zero_grad()
 
         step += 1
-        window_images += options.batch_size
         bar.update()
         if skipped > options.max_skipped_steps:
             raise DataError(
@@ -331,6 +352,8 @@ def main():
         distances = "".join(f", {name} {value:.2f}" for name, value in measured.items())
         print(f"loss {results['loss']:.4f}{distances}, {results['seconds']:.0f} s")
         print(f"pipeline, results.json, samples.png, curves.png: {options.output_dir}")
+        if repository:
+            upload_run(repository, options.output_dir, trackers="sit")
     accelerator.end_training()
 
 
