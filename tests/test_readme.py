@@ -118,6 +118,10 @@ def test_every_grid_describes_models(grid):
                 options = resnet.parse_arguments(sweep.as_flags(run))
                 DecayedResNetConfig.from_num_blocks(options.num_blocks, **options.fields)
                 continue
+            if run["script"] == "uvit":
+                options = uvit.parse_arguments(sweep.as_flags(run))
+                DecayedUViT2DModel.from_size(options.size, **options.fields)
+                continue
             options = mae.parse_arguments(sweep.as_flags(run))
             make = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
             make(options.size, **options.fields)

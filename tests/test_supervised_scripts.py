@@ -277,3 +277,26 @@ def test_a_sweep_of_residual_networks(tmp_path):
         [f" {decay} ", f" {blocks} ", " 1 "] for decay in (1.0, 0.7) for blocks in (8, 9)
     ]
     assert (tmp_path / "out" / "report" / "rank_against_depth.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("script", ["uvit", "sit"])
+def test_a_sweep_of_diffusion_models(script, tmp_path):
+    flags = {"hidden_size": 32, "num_layers": 2, "max_train_steps": 4, "max_train_samples": 100, "batch_size": 16}
+    flags |= {"log_every": 1, "sample_every": 2, "sample_steps": 2, "eval_samples": 9, "sample_images": 9}
+    samples = {"num_samples": 20, "num_inference_steps": 2, "max_train_samples": 100}
+    blocks = {"metrics": "linear,knn", "max_train_samples": 100, "max_eval_samples": 50, "noise_levels": "0,0.5"}
+    grid = {"script": script, "flags": flags, "axes": {"shortcut_decay": [1.0, "auto"]}}
+    grid["evaluation"] = {"samples": samples, "blocks": blocks}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid, sort_keys=False))
+    run("sweep.py", tmp_path / "grid.yaml", "--output_dir", tmp_path / "out", "--cpu_threads", 1)
+    lines = (tmp_path / "out" / "results.jsonl").read_text()
+    assert str(tmp_path) not in lines
+    for record in map(json.loads, lines.splitlines()):
+        assert set(record["samples"]["rows"]) == {"20 samples, 2 steps, guidance 1", "20 held-out images"}
+        assert len(record["blocks"]["grid"]["cells"]["linear_accuracy"]) == (3 if script == "uvit" else 2)
+    table = (tmp_path / "out" / "report" / "tables.md").read_text()
+    assert "| shortcut_decay=auto | 1 |" in table and "| 20 held-out images |" in table
+    for name in ("over_training", "blocks", "samples"):
+        assert (tmp_path / "out" / "report" / f"{name}.png").stat().st_size > 5000

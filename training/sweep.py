@@ -3,11 +3,13 @@
     python training/sweep.py bundled_decay
     python training/sweep.py resnet_rank
     python training/sweep.py cifar100_small_scale --dataset_path path/to/cifar100 --label_column_name fine_label
+    python training/sweep.py cifar100_uvit --dataset_path path/to/cifar100 --label_column_name fine_label
     python training/sweep.py bundled_decay --report
 
 GRID is a file in `training/recipes/sweeps`, or a path to one: flags and config fields of `training/mae.py` for all runs
 (`flags`), by run (`runs`) or in every combination (`axes`), `seeds`, and flags of evaluate.py (`evaluation`). Each run is a
-process of mae.py and one of evaluate.py, or one of resnet.py (`script: resnet`); what they find becomes a line of
+process of mae.py and one of evaluate.py, or one of resnet.py (`script: resnet`), or one of uvit.py or sit.py and two of
+evaluate.py (`script: uvit`; `evaluation` has flags for `samples` and for `blocks`); what they find becomes a line of
 `<output_dir>/results.jsonl`. Run the same command again to go on where it stopped. `--report` makes tables (Markdown) and
 pictures of the lines that are there.
 """
@@ -27,6 +29,7 @@ import matplotlib
 import numpy as np
 import torch
 import yaml
+from PIL import Image
 from sklearn.manifold import TSNE
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -52,6 +55,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--dataset_name")
     parser.add_argument("--dataset_path")
     parser.add_argument("--label_column_name")
+    parser.add_argument("--feature_net", help="whose features samples of diffusion models are compared by; pixels")
     parser.add_argument("--only", help="regular expression: runs whose name matches")
     parser.add_argument("--accelerate_config", help="launch runs with this accelerate config file")
     parser.add_argument("--cpu_threads", help="of every process: 1 lets two sweeps share two cores")
@@ -134,6 +138,8 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
     curve = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if run["script"] == "resnet":  # it judges itself
         return {"results": results, "curve": curve}
+    if run["script"] in ("uvit", "sit"):
+        return {"results": results, "curve": curve, **judge_pipeline(folder, evaluation, data, options)}
     model = DecayedViTMAEForPreTraining.from_pretrained(folder)
     pooling, layers = model.config.pooling, model.config.num_hidden_layers
     # Layers by the mean for all, so that presets can be compared.
@@ -167,6 +173,21 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
             for each in curve
         ],
     }
+
+
+def judge_pipeline(folder: Path, evaluation: dict, data: list[str], options) -> dict:
+    """Its samples and its blocks, by evaluate.py."""
+    found = {}
+    more = {"samples": ["--samples_dir", str(folder / "evaluated")], "blocks": []}
+    more["samples"] += ["--feature_net", options.feature_net] if options.feature_net else []
+    for name, flags in (("samples", more["samples"]), ("blocks", more["blocks"])):
+        output = folder / f"{name}.json"
+        flags = [*flags, *(word for key, value in evaluation[name].items() for word in (f"--{key}", text_of(value)))]
+        flags += ["--features_dir", str(options.output_dir / "features"), "--output", str(output)]
+        call([sys.executable, str(SCRIPTS / "evaluate.py"), str(folder), *data, *flags])
+        judged = json.loads(output.read_text())
+        found[name] = {key: judged[key] for key in ("rows", "grid", "best", "protocol", "dataset") if key in judged}
+    return found
 
 
 def as_flags(run: dict) -> list[str]:
@@ -222,6 +243,14 @@ def report(records: list[dict], options) -> None:
         save_supervised(folder / "rank_against_depth.png", records)
         print((folder / "tables.md").read_text())
         print(f"tables.md and picture: {folder}")
+        return
+    if records[0].get("script") in ("uvit", "sit"):
+        (folder / "tables.md").write_text(diffusion_table(by_name))
+        save_over_training(folder / "over_training.png", by_name)
+        save_blocks(folder / "blocks.png", by_name)
+        save_samples(folder / "samples.png", by_name, options.output_dir)
+        print((folder / "tables.md").read_text())
+        print(f"tables.md and pictures: {folder}")
         return
     (folder / "tables.md").write_text(tables(by_name))
     save_decay(folder / "accuracy_against_decay.png", records)
@@ -336,6 +365,100 @@ def save_supervised(path: Path, records: list[dict]) -> None:
         axis.grid(alpha=0.3)
         axis.xaxis.get_major_locator().set_params(integer=True)
     against_depth.legend(title="shortcut_decay", fontsize=7)
+    finish(figure, path)
+
+
+def diffusion_table(by_name: dict[str, list[dict]]) -> str:
+    """Of each run: its samples, with their spread for one seed, and the best of its blocks and noise levels."""
+    anyone = next(iter(by_name.values()))[0]
+    sampled, others = list(anyone["samples"]["rows"])[0], list(anyone["samples"]["rows"])[1:]
+    measures = [name for name in anyone["samples"]["rows"][sampled] if not name.endswith("_spread")]
+    columns = ["run", "seeds", "loss", *(name.replace("_", " ") for name in measures)]
+    columns += ["linear, best cell (%)", "at", "kNN, best cell (%)", "at"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+
+    def cells_of(rows):
+        cells = []
+        for name in measures:
+            digits = 4 if "kernel" in name or "kid" in name else 2
+            text = f"{np.mean([row[name] for row in rows]):.{digits}f}"
+            if f"{name}_spread" in rows[0]:
+                text += f" +- {np.mean([row[f'{name}_spread'] for row in rows]):.{digits}f}"
+            cells.append(text)
+        return cells
+
+    for name, records in by_name.items():
+        cells = [name, str(len(records)), spread([record["results"]["loss"] for record in records])]
+        cells += cells_of([next(iter(record["samples"]["rows"].values())) for record in records])
+        for metric in ("linear_accuracy", "knn_accuracy"):
+            best = [record["blocks"]["best"][metric] for record in records]
+            values = [record["blocks"]["rows"][cell][metric] for record, cell in zip(records, best)]
+            cells += [spread(values, percent=True), ", ".join(dict.fromkeys(best))]
+        lines.append("| " + " | ".join(cells) + " |")
+    for other in others:
+        lines.append(f"| {other} | | | " + " | ".join(cells_of([anyone["samples"]["rows"][other]])) + " | | | | |")
+    pixels, blocks = anyone["blocks"]["rows"]["pixels"], anyone["blocks"]
+    protocol, number = anyone["samples"]["protocol"], blocks["dataset"]["number"]
+    lines += [
+        "",
+        f"{anyone['results']['dataset']['name']}: {anyone['results']['steps']} steps, {anyone['results']['images_seen']} "
+        f"images seen. {sampled}, against {protocol['reference']}; features: {protocol['features']}; "
+        f"+-: {protocol['frechet_spread']}, and over subsets for the kernel distance. Blocks: {number['train']} training and "
+        f"{number['test']} held-out images, ridge and 20 neighbours, the best cell of {len(blocks['grid']['blocks'])} blocks "
+        f"by {len(blocks['grid']['noise_levels'])} noise levels, chosen on the held-out images. Raw pixels: linear "
+        f"{100 * pixels['linear_accuracy']:.1f} %, kNN {100 * pixels['knn_accuracy']:.1f} %.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def save_over_training(path: Path, by_name: dict[str, list[dict]]) -> None:
+    """Loss, in a running mean, and the distance that the script measures, over training."""
+    figure, (loss, distance) = pyplot.subplots(1, 2, figsize=(8.4, 3.4))
+    for number, (name, records) in enumerate(by_name.items()):
+        for index, record in enumerate(records):
+            losses = [(each["step"], each["loss"]) for each in record["curve"] if "loss" in each]
+            width = max(1, len(losses) // 25)
+            smooth = np.convolve([each for _, each in losses], np.ones(width) / width, mode="valid")
+            label = name if index == 0 else None
+            loss.plot([step for step, _ in losses][width - 1 :], smooth, color=f"C{number}", label=label, linewidth=1)
+            key = next(key for each in record["curve"] for key in each if key.startswith("frechet_"))
+            looks = {each["step"]: each[key] for each in record["curve"] if key in each}
+            distance.plot(list(looks), list(looks.values()), color=f"C{number}", marker=".")
+            distance.set(title=key.replace("_", " "), xlabel="step", yscale="log")
+    loss.set(title="training loss, running mean", xlabel="step", yscale="log")
+    loss.legend(fontsize=7)
+    for axis in (loss, distance):
+        axis.grid(alpha=0.3, which="both")
+    finish(figure, path)
+
+
+def save_blocks(path: Path, by_name: dict[str, list[dict]]) -> None:
+    """Linear accuracy by block and noise level, one map a run, in one scale; means over seeds."""
+    maps = {
+        name: 100 * np.mean([record["blocks"]["grid"]["cells"]["linear_accuracy"] for record in records], axis=0)
+        for name, records in by_name.items()
+    }
+    grid = next(iter(by_name.values()))[0]["blocks"]["grid"]
+    low, high = min(each.min() for each in maps.values()), max(each.max() for each in maps.values())
+    size = (3.6 * len(maps) + 1, 1.2 + 0.3 * len(grid["blocks"]))
+    figure, axes = pyplot.subplots(1, len(maps), figsize=size, squeeze=False, sharey=True)
+    for axis, (name, values) in zip(axes[0], maps.items()):
+        axis.imshow(values, aspect="auto", vmin=low, vmax=high)
+        for row, column in np.ndindex(values.shape):
+            colour = "white" if values[row, column] < (low + high) / 2 else "black"
+            axis.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", fontsize=7, color=colour)
+        axis.set(title=f"{name}: linear accuracy (%)", xlabel="noise level (0 data, 1 noise)")
+        axis.set_xticks(range(len(grid["noise_levels"])), [f"{level:g}" for level in grid["noise_levels"]])
+    axes[0][0].set_yticks(range(len(grid["blocks"])), grid["blocks"], fontsize=7)
+    finish(figure, path)
+
+
+def save_samples(path: Path, by_name: dict[str, list[dict]], output_dir: Path) -> None:
+    """What each run has learnt to draw, from the same noise."""
+    figure, axes = pyplot.subplots(1, len(by_name), figsize=(5 * len(by_name), 5.3), squeeze=False)
+    for axis, (name, records) in zip(axes[0], by_name.items()):
+        axis.imshow(Image.open(output_dir / records[0]["folder"] / "samples.png"), cmap="gray")
+        axis.set(title=name, xticks=[], yticks=[])
     finish(figure, path)
 
 
