@@ -6,6 +6,7 @@ index. So one process or many, workers or none, a run begun or resumed: the same
 
 import hashlib
 import itertools
+import json
 import math
 import warnings
 from importlib.resources import files
@@ -187,6 +188,37 @@ def crop_boxes(draws: np.ndarray, height: int, width: int, scale: tuple[float, f
     return np.stack([top, left, box_height, box_width], axis=1)
 
 
+def middle_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The largest box `(top, left, height, width)` in the middle of an image that has the shape of `size`."""
+    scale = min(height / size[0], width / size[1])
+    box_height, box_width = scale * size[0], scale * size[1]
+    return (height - box_height) / 2, (width - box_width) / 2, box_height, box_width
+
+
+class MiddleOfImages:
+    """Called as transformers' processors are: the middle of each image, resized; in [0, 1], or `signed` in [-1, 1]."""
+
+    def __init__(self, height: int, width: int, signed: bool = False):
+        self.size, self.signed = (height, width), signed
+
+    def __call__(self, images, return_tensors: str = "pt", **_) -> dict[str, torch.Tensor]:
+        pixels = torch.from_numpy(np.stack([resized_middle(image, self.size) for image in images]))
+        pixels = pixels.permute(0, 3, 1, 2).float() / 255
+        return {"pixel_values": 2 * pixels - 1 if self.signed else pixels}
+
+    def to_json_string(self) -> str:
+        return json.dumps({"middle, bicubic": self.size, "signed": self.signed})
+
+
+def resized_middle(image: Image.Image | np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The middle of an image, brought to a size: `(height, width, channels)` bytes."""
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
+    top, left, height, width = middle_box(image.height, image.width, size)
+    image = image.resize(tuple(size)[::-1], Image.Resampling.BICUBIC, (left, top, left + width, top + height))
+    return np.asarray(image).reshape(*size, -1)
+
+
 def resize_weights(start: torch.Tensor, length: torch.Tensor, size_in: int, size_out: int) -> torch.Tensor:
     """Matrices `(batch, size_out, size_in)` that resize `[start, start + length)` of each row, bicubic, antialiased."""
     step = (length / size_out).unsqueeze(1)  # input pixels per output pixel
@@ -216,7 +248,10 @@ def crop_and_resize(
 
 
 class Augmentation:
-    """Crop, flip, normalise, and the noise for the mask, all drawn for one sample of one epoch."""
+    """Crop, flip, normalise, and the noise for the mask, all drawn for one sample of one epoch.
+
+    Without a `crop_scale` nothing is drawn for the crop: it is the middle.
+    """
 
     def __init__(
         self,
@@ -226,7 +261,7 @@ class Augmentation:
         mean: list[float],
         std: list[float],
         seed: int,
-        crop_scale: tuple[float, float] = (0.2, 1.0),
+        crop_scale: tuple[float, float] | None = (0.2, 1.0),
         horizontal_flip: bool = True,
         rand_augment_magnitude: float = 0.0,
     ):
@@ -242,10 +277,15 @@ class Augmentation:
         flips = torch.from_numpy(draws[:, 22] < 0.5) & self.horizontal_flip
         return draws, flips, torch.from_numpy(draws[:, DRAWS_BEFORE_NOISE:]).float()
 
+    def boxes(self, draws: np.ndarray, height: int, width: int) -> np.ndarray:
+        if self.crop_scale is None:
+            return np.tile(middle_box(height, width, self.image_size), (len(draws), 1))
+        return crop_boxes(draws, height, width, self.crop_scale)
+
     def batch(self, images: torch.Tensor, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         """A batch of images of one size, as bytes `(batch, channels, height, width)`, at once."""
         draws, flips, noise = self.draw(keys)
-        boxes = torch.from_numpy(crop_boxes(draws, *images.shape[2:], self.crop_scale)).float()
+        boxes = torch.from_numpy(self.boxes(draws, *images.shape[2:])).float()
         return self.finish(crop_and_resize(images, boxes, flips, self.image_size), noise, keys)
 
     def each(self, images: list[np.ndarray], keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
@@ -253,7 +293,7 @@ class Augmentation:
         draws, flips, noise = self.draw(keys)
         pixels = []
         for image, row, flip in zip(images, draws, flips):
-            top, left, height, width = crop_boxes(row[None], *image.shape[:2], self.crop_scale)[0]
+            top, left, height, width = self.boxes(row[None], *image.shape[:2])[0]
             pillow = Image.fromarray(image.squeeze(2) if self.num_channels == 1 else image)
             pillow = pillow.resize(
                 self.image_size[::-1], Image.Resampling.BICUBIC, (left, top, left + width, top + height)
@@ -464,8 +504,10 @@ def evaluation_images(
     image_size: tuple[int, int],
     num_channels: int,
     on_bad_image: str = "stop",
+    middle: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Images resized whole, as the saved processor does it, as bytes `(number, channels, height, width)`; and labels."""
+    """Images resized as bytes `(number, channels, height, width)`, whole, as the saved processor does it, or their
+    `middle`; and labels."""
     columns = [image_column] + ([label_column] if label_column else [])
     dataset = dataset.select_columns(columns).cast_column(image_column, ImageFeature(decode=False))
     pixels, labels = [], []
@@ -473,9 +515,12 @@ def evaluation_images(
         image = decode(row[image_column], num_channels, index, on_bad_image)
         if image is None:
             continue
-        resized = Image.fromarray(image.squeeze(2) if num_channels == 1 else image)
-        resized = resized.resize(tuple(image_size)[::-1], Image.Resampling.BICUBIC)
-        pixels.append(np.asarray(resized).reshape(*image_size, num_channels))
+        if middle:
+            pixels.append(resized_middle(image, image_size))
+        else:
+            resized = Image.fromarray(image.squeeze(2) if num_channels == 1 else image)
+            resized = resized.resize(tuple(image_size)[::-1], Image.Resampling.BICUBIC)
+            pixels.append(np.asarray(resized).reshape(*image_size, num_channels))
         labels.append(row[label_column] if label_column else -1)
     if not pixels:
         raise DataError("There are no images to evaluate on.")

@@ -15,9 +15,8 @@ from diffusers import AutoencoderKL
 from safetensors import safe_open
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
-from transformers import CLIPImageProcessorPil
 
-from .data import Augmentation, DataError, DiffusionImages, sample_generator
+from .data import Augmentation, DataError, DiffusionImages, MiddleOfImages, sample_generator
 from .evaluation.features import ImagesInOrder, fingerprint, read_shards, write_shards
 
 
@@ -148,7 +147,7 @@ def diffusion_images(
         mean=[0.5] * channels,
         std=[0.5] * channels,
         seed=options.seed,
-        crop_scale=(1.0, 1.0),
+        crop_scale=None,  # the middle, as of latents, and as evaluate.py compares with
         horizontal_flip=options.horizontal_flip,
     )
     images = DiffusionImages(
@@ -167,13 +166,7 @@ def latent_images(
     vae: AutoencoderKL, train, image_column: str, label_column: str | None, options, accelerator: Accelerator
 ) -> Latents:
     """The latents of a data set as a script's options want them: the middle of each image, a square, brought to size."""
-    processor = CLIPImageProcessorPil(
-        size={"shortest_edge": options.image_size},
-        crop_size={"height": options.image_size, "width": options.image_size},
-        image_mean=[0.5] * vae.config.in_channels,  # images in [-1, 1]
-        image_std=[0.5] * vae.config.in_channels,
-        do_convert_rgb=vae.config.in_channels == 3,
-    )
+    processor = MiddleOfImages(options.image_size, options.image_size, signed=True)
     images = ImagesInOrder(train, image_column, label_column, processor, vae.config.in_channels, options.on_bad_image)
     settings = {"seed": options.seed, "flip": options.horizontal_flip, **latent_scaling(vae)}
     if options.keep_latents:

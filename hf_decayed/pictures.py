@@ -89,9 +89,11 @@ def save_curves(path: Path, records: list[dict]) -> None:
     pyplot.close(figure)
 
 
-def save_heat_maps(path: Path, blocks: list[str], noise_levels: list[float], cells: dict[str, list]) -> None:
+def save_heat_maps(
+    path: Path, blocks: list[str], noise_levels: list[float], cells: dict[str, list], label: str = "noise level"
+) -> None:
     """A map of blocks by noise levels for each measure, with its numbers; the best accuracy is framed."""
-    size = (1.6 + 0.62 * len(noise_levels), 1.2 + 0.3 * len(blocks))
+    size = (max(4.5, 1.6 + 0.62 * len(noise_levels)), 1.2 + 0.3 * len(blocks))
     figure, axes = pyplot.subplots(1, len(cells), figsize=(size[0] * len(cells), size[1]), squeeze=False)
     for axis, (name, rows) in zip(axes[0], cells.items()):
         values = np.asarray(rows) * (100 if name.endswith("accuracy") else 1)
@@ -105,7 +107,7 @@ def save_heat_maps(path: Path, blocks: list[str], noise_levels: list[float], cel
             row, column = np.unravel_index(values.argmax(), values.shape)
             axis.add_patch(pyplot.Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=2))
         unit = " (%)" if name.endswith("accuracy") else ""
-        axis.set(title=name.replace("_", " ") + unit, xlabel="noise level (0 data, 1 noise)")
+        axis.set(title=name.replace("_", " ") + unit, xlabel=label)
         axis.set_xticks(range(len(noise_levels)), [f"{level:g}" for level in noise_levels])
         axis.set_yticks(range(len(blocks)), blocks, fontsize=7)
     figure.tight_layout()

@@ -36,7 +36,7 @@ from .pipelines.scheduling_sit_sde import SiTSDEScheduler
 
 
 def sample(
-    model: str,
+    model: str | DiffusionPipeline,
     output: str | os.PathLike,
     num: int = 36,
     classes: str = "all",
@@ -52,7 +52,7 @@ def sample(
     """Samples into the folder `output`; all processes call it. Returns what was done.
 
     Args:
-        model (`str`): Folder or repository of a pipeline.
+        model (`str` or `DiffusionPipeline`): A pipeline, or its folder or repository.
         num (`int`, defaults to 36): How many.
         classes (`str`, defaults to `"all"`):
             `all` takes the classes in turn, `none` leaves the class open, else names or numbers with commas between.
@@ -65,13 +65,15 @@ def sample(
     if file_format not in ("png", "npz"):
         raise ValueError(f"`format` must be png or npz, got {file_format!r}.")
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
-    pipeline = load_pipeline(model, revision, trust_remote_code).to(accelerator.device)
+    pipeline = load_pipeline(model, revision, trust_remote_code) if isinstance(model, str) else model
+    pipeline = pipeline.to(accelerator.device)
     pipeline.set_progress_bar_config(disable=True)
     labels = labels_of(pipeline, classes, num)
-    wanted = {"guidance_scale": guidance_scale} if guidance_scale != 1.0 or hasattr(pipeline, "labels_of") else {}
     known = inspect.signature(pipeline.__call__).parameters
-    for name in (*wanted, "batch_size" if labels is None else "class_labels"):
-        if name not in known:  # one of diffusers' own
+    # Said even if it is 1: some of diffusers' own would take more by themselves.
+    guidance = {"guidance_scale": guidance_scale} if guidance_scale != 1.0 or "guidance_scale" in known else {}
+    for name in (*guidance, "batch_size" if labels is None else "class_labels"):
+        if name not in known:
             raise ValueError(f"{type(pipeline).__name__} takes no `{name}`; it takes {', '.join(known)}.")
     identity = {
         "model": fingerprint_of(pipeline),
@@ -100,7 +102,7 @@ def sample(
     for batch in missing:
         places = range(batch * batch_size, min((batch + 1) * batch_size, num))
         images = pipeline(
-            **wanted,
+            **guidance,
             **({"batch_size": len(places)} if labels is None else {"class_labels": [labels[i] for i in places]}),
             num_inference_steps=num_inference_steps,
             # On the CPU, so that every device draws the same.
@@ -247,7 +249,13 @@ class Looks:
         self.channels, self.reference = channels, None
         if options.eval_samples > 1:
             real, _ = evaluation_images(
-                some(train, options.eval_samples), image_column, None, size, channels, options.on_bad_image
+                some(train, options.eval_samples),
+                image_column,
+                None,
+                size,
+                channels,
+                options.on_bad_image,
+                middle=True,
             )
             self.reference = pixel_features(real.float() / 255)
 

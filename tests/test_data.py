@@ -16,6 +16,7 @@ from hf_decayed.data import (
     Augmentation,
     DataError,
     EpochBatches,
+    MiddleOfImages,
     StreamedImages,
     TrainingImages,
     as_pixels,
@@ -24,6 +25,7 @@ from hf_decayed.data import (
     evaluation_images,
     find_columns,
     load_splits,
+    resized_middle,
     sample_generator,
 )
 
@@ -130,6 +132,10 @@ def test_batches_cover_every_epoch_once_and_start_anywhere():
         assert len(set(indices)) == 9 and all(key[0] == epoch for key in batches[3 * epoch])
     assert batches[0] != batches[3]
     assert list(EpochBatches(10, 3, seed=1, first_step=4, last_step=9)) == batches[4:]
+    whole = list(EpochBatches(11, 4, seed=1, first_step=1, last_step=6))
+    parts = list(EpochBatches(11, 4, seed=1, first_step=1, last_step=6, parts=2))
+    assert len(parts) == len(EpochBatches(11, 4, 1, 1, 6, parts=2)) == 10
+    assert [first + second for first, second in zip(parts[::2], parts[1::2])] == whole
     with pytest.raises(DataError, match="batch of 11 images needs as many; there are 10"):
         EpochBatches(10, 11, 0, 0, 1)
 
@@ -253,3 +259,18 @@ def test_paths(tmp_path):
     with pytest.raises(DataError, match="'empty.parquet' could not be loaded, or is empty"):
         pyarrow.parquet.write_table(table.data.table.slice(0, 0), tmp_path / "empty.parquet")
         load_splits(dataset_path=str(tmp_path / "empty.parquet"))
+
+
+def test_the_middle_is_the_same_for_training_and_for_judging():
+    """Of oblong images: the largest box of the wanted shape, resized; a batch at once, one by one, and as a processor."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 10, 15, 3), dtype=np.uint8).repeat(4, 1).repeat(4, 2)
+    for size in ((20, 20), (10, 30), (40, 40)):
+        augmentation = Augmentation(size, 3, 0, [0.5] * 3, [0.5] * 3, seed=0, crop_scale=None, horizontal_flip=False)
+        keys = [(0, 0), (0, 1)]
+        at_once = augmentation.batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), keys)["pixel_values"]
+        one_by_one = augmentation.each(list(pixels), keys)["pixel_values"]
+        judged = MiddleOfImages(*size, signed=True)([Image.fromarray(each) for each in pixels])["pixel_values"]
+        torch.testing.assert_close(judged, one_by_one)
+        torch.testing.assert_close(judged, at_once, atol=3 / 127.5, rtol=0)  # Pillow rounds between its passes
+    assert np.array_equal(resized_middle(pixels[0], (40, 40)), pixels[0, :, 10:50])
+    assert np.array_equal(resized_middle(pixels[0], (20, 60)), pixels[0, 10:30])

@@ -30,8 +30,7 @@ from hf_decayed.evaluation import (
     linear_probe,
     precision_recall,
 )
-from hf_decayed.evaluation.frechet import frechet_spread
-from hf_decayed.evaluation.generation import inception_score
+from hf_decayed.evaluation.generation import inception_score, scores
 from hf_decayed.evaluation.knn import top_of_row
 
 
@@ -243,7 +242,8 @@ def test_density_and_coverage_are_the_counts():
 def test_the_frechet_distance_spreads_as_new_samples_would():
     real = torch.randn(2000, 6)
     over_sets = np.std([frechet_distance(real, torch.randn(300, 6) + 0.3) for _ in range(40)])
-    spread = frechet_spread(real, torch.randn(300, 6) + 0.3, bootstraps=40)
+    sets = {"features": real}, {"features": torch.randn(300, 6) + 0.3}
+    spread = scores(*sets, ["frechet"], name="any", bootstraps=40)["frechet_any_spread"]
     assert 0.6 < spread / over_sets < 1.6
 
 

@@ -37,6 +37,8 @@ from hf_decayed.evaluation.features import (
     fingerprint,
     transformer_encoder,
 )
+from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
+from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 
 
 SIDE = TINY_SIZES["image_size"]
@@ -174,6 +176,32 @@ def test_diffusion_models_at_any_block_and_noise_level(scheduler):
         diffusion_encoder(model, scheduler, ["blocks.9"], [0.1])
     with pytest.raises(ValueError, match="lie in \\[0, 1\\]"):
         diffusion_encoder(model, scheduler, blocks, [500])
+
+
+def test_sit_is_given_its_own_time():
+    """It has noise at 0 and data at 1; levels have it the other way round."""
+    model = DecayedSiTTransformer2DModel(
+        sample_size=8, patch_size=2, in_channels=3, hidden_size=16, num_layers=2, num_attention_heads=2
+    )
+    given = []
+    model.register_forward_pre_hook(lambda module, arguments: given.append(arguments))
+    encode = diffusion_encoder(model, FlowMatchEulerDiscreteScheduler(), ["transformer_blocks.1"], [0.25])
+    found = encode(torch.ones(64, 3, 8, 8), list(range(64)))
+    ((sample, time),) = given
+    torch.testing.assert_close(time, torch.full((64,), 0.75))
+    assert abs(float(sample.mean()) - 0.75) < 0.02 and abs(float(sample.std()) - 0.25) < 0.02
+    assert found["transformer_blocks.1@0.25"].shape == (64, 16)
+
+
+def test_tokens_that_are_no_patches_are_left_out():
+    model = random_weights(DecayedUViT2DModel(sample_size=4, hidden_size=16, num_layers=2, num_attention_heads=2))
+    with torch.no_grad():
+        found = diffusion_encoder(model, DDPMScheduler(), ["mid_block"], [0.0])(
+            images := torch.randn(2, 3, 4, 4), [0, 1]
+        )
+        hidden = model(images, torch.tensor(0), output_hidden_states=True).hidden_states[1].mean(1)
+    torch.testing.assert_close(found["mid_block@0"], hidden, rtol=0.2, atol=0.2)  # at timestep 0 there is little noise
+    assert found["mid_block@0"].shape == (2, 16)
 
 
 def test_a_fingerprint_is_of_weights_and_config(tmp_path):

@@ -2,36 +2,52 @@
 
 import importlib.util
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY_SIZES, random_weights
-from diffusers import DDPMPipeline, DDPMScheduler, DPMSolverMultistepScheduler, UNet2DModel
+from diffusers import (
+    AutoencoderKL,
+    DDPMPipeline,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UNet2DModel,
+)
 from PIL import Image
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
-from hf_decayed.data import DataError, load_splits
+from hf_decayed.data import DataError, MiddleOfImages, load_splits
 from hf_decayed.evaluation.features import ImagesInOrder, extract_features
 from hf_decayed.evaluation.generation import (
     SampledImages,
-    centre_of_images,
     image_features,
     inception_encoder,
     pixel_features,
     scores,
 )
+from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
+from hf_decayed.pipelines.pipeline_decayed_sit import DecayedSiTPipeline
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 from hf_decayed.sampling import sample
 
 
-def evaluate(*flags):
+@pytest.fixture
+def evaluate(monkeypatch):
     """The script, in this process: to start one takes longer than what is tested."""
+    return partial(run_evaluation, monkeypatch)
+
+
+def run_evaluation(monkeypatch, *flags):
     found = importlib.util.spec_from_file_location("evaluate_script", ROOT / "training" / "evaluate.py")
     script = importlib.util.module_from_spec(found)
     found.loader.exec_module(script)
-    script.main([*map(str, flags), "--cpu_threads", "1"])
+    flags = [*map(str, flags), "--cpu_threads", "1"]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *flags])
+    script.main()
 
 
 def pipeline(folder, num_classes=10):
@@ -86,10 +102,10 @@ def test_real_images_come_as_samples_do(tmp_path):
         as_samples = extract_features(
             encode, SampledImages(tmp_path / "samples.npz"), tmp_path / "a", {"by": identity}
         )
-        real = ImagesInOrder(train, "image", None, centre_of_images(28, 28, 1), 1)
+        real = ImagesInOrder(train, "image", None, MiddleOfImages(28, 28), 1)
         as_real = extract_features(encode, real, tmp_path / "b", {"by": identity})
         torch.testing.assert_close(as_samples["features"], as_real["features"], atol=1e-5, rtol=1e-5)
-        assert scores(as_real, as_samples, ["frechet"], bootstraps=2)["frechet_pixels"] < 1e-6
+        assert scores(as_real, as_samples, ["frechet"], name="pixels", bootstraps=2)["frechet_pixels"] < 1e-6
 
 
 def test_names_say_whose_features_they_are():
@@ -102,7 +118,7 @@ def test_names_say_whose_features_they_are():
         "kernel_distance_dinov2-base",
         "coverage",
     } <= named.keys()
-    proper = scores(real, generated, ["frechet", "kid"], name="inception", bootstraps=2)
+    proper = scores(real, generated, ["frechet", "kid"], bootstraps=2)
     assert {"fid", "fid_spread", "kid", "inception_score"} <= proper.keys()
 
 
@@ -123,7 +139,7 @@ def test_inception_takes_bytes_in_colour():
     )
 
 
-def test_samples_are_judged(tmp_path, capsys):
+def test_samples_are_judged(tmp_path, capsys, evaluate):
     folders = ["--features_dir", tmp_path / "features", "--samples_dir", tmp_path / "samples"]
     few = [*folders, "--num_samples", 40, "--num_inference_steps", 3, "--max_train_samples", 200, "--batch_size", 16]
     output = tmp_path / "results.json"
@@ -142,7 +158,7 @@ def test_samples_are_judged(tmp_path, capsys):
     assert json.loads(output.read_text())["rows"]["40 samples"] == generated
 
 
-def test_every_block_is_judged_at_every_noise_level(tmp_path, capsys):
+def test_every_block_is_judged_at_every_noise_level(tmp_path, capsys, evaluate):
     few = ["--features_dir", tmp_path, "--max_train_samples", 200, "--max_eval_samples", 60, "--noise_levels", "0,0.9"]
     output = tmp_path / "results.json"
     evaluate(pipeline(tmp_path / "model"), *few, "--output", output, "--metrics", "knn,linear,rank")
@@ -158,26 +174,72 @@ def test_every_block_is_judged_at_every_noise_level(tmp_path, capsys):
     assert accuracies[:, 0].mean() > accuracies[:, 1].mean()
 
 
-def test_what_cannot_be_judged_is_said(tmp_path, capsys):
+def test_a_sit_of_latents_is_judged_by_any_network(tmp_path, evaluate):
+    vae = AutoencoderKL(
+        in_channels=1,
+        out_channels=1,
+        latent_channels=4,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
+    sizes = {"sample_size": 14, "patch_size": 7, "in_channels": 4, "hidden_size": 32, "num_attention_heads": 2}
+    network = random_weights(DecayedSiTTransformer2DModel(**sizes, num_layers=2, num_classes=3))
+    DecayedSiTPipeline(network, FlowMatchEulerDiscreteScheduler(), vae).save_pretrained(tmp_path / "model")
+    encoder = random_weights(DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES)))
+    encoder.save_pretrained(tmp_path / "inception")  # which does not make it Inception
+    output, few = tmp_path / "results.json", ["--features_dir", tmp_path / "features", "--max_train_samples", 60]
+    evaluate(
+        *(tmp_path / "model", *few, "--output", output, "--samples_dir", tmp_path / "samples", "--num_samples", 12),
+        *("--num_inference_steps", 2, "--feature_net", tmp_path / "inception"),
+    )
+    (first, _) = json.loads(output.read_text())["rows"].values()
+    assert "frechet_inception" in first and "fid" not in first
+    (samples,) = (tmp_path / "samples").iterdir()
+    evaluate(samples, *few, "--output", output, "--reference", samples)
+    results = json.loads(output.read_text())
+    assert results["rows"]["12 samples"]["frechet_pixels"] < 1e-9 and "as they lie" in results["protocol"]["reference"]
+    evaluate(tmp_path / "model", *few, "--output", output, "--metrics", "linear", "--max_eval_samples", 30)
+    results = json.loads(output.read_text())
+    assert results["grid"]["blocks"] == ["transformer_blocks.0", "transformer_blocks.1"]
+    assert "share of the way" in results["protocol"]["features"]
+
+
+def test_what_cannot_be_judged_is_said(tmp_path, capsys, evaluate):
     model = pipeline(tmp_path / "model")
-    with pytest.raises(DataError, match="one at a time"):
-        evaluate(model, "--metrics", "knn,frechet")
     with pytest.raises(DataError, match="is no folder here, and no repository that could be had"):
         evaluate(tmp_path / "absent")
-    with pytest.raises(SystemExit):
-        evaluate(model, "--metrics", "fid")
-    assert "--metrics of a pipeline are knn, linear, rank, frechet, kid, prdc; got fid" in capsys.readouterr().err
+    for flags, sentence in (
+        (["--metrics", "fid"], "--metrics of a pipeline are knn, linear, rank, frechet, kid, prdc; got fid"),
+        (["--metrics", "knn,frechet"], "features and samples are judged one at a time"),
+        (["--dtype", "bfloat16"], "--dtype is for features"),
+        (["--num_samples", 3], "at least --num_samples 10"),
+    ):
+        with pytest.raises(SystemExit):
+            evaluate(model, *flags)
+        assert sentence in capsys.readouterr().err
+    latents = DecayedUViT2DModel(sample_size=4, in_channels=4, hidden_size=16, num_layers=2, num_attention_heads=2)
+    DecayedUViTPipeline(latents, DPMSolverMultistepScheduler()).save_pretrained(tmp_path / "latents")
+    with pytest.raises(DataError, match="network of latents, and the pipeline has no VAE"):
+        evaluate(tmp_path / "latents", "--metrics", "linear")
+    DDPMPipeline(small_unet(), DDPMScheduler()).save_pretrained(tmp_path / "unet")
+    with pytest.raises(DataError, match="UNet2DModel does not say what its blocks are: name modules with --blocks"):
+        evaluate(tmp_path / "unet", "--metrics", "linear")
 
 
-def test_pipelines_of_diffusers_are_sampled_too(tmp_path):
-    unet = UNet2DModel(
+def small_unet():
+    return UNet2DModel(
         sample_size=8,
         block_out_channels=(16, 16),
         norm_num_groups=4,
         down_block_types=("DownBlock2D",) * 2,
         up_block_types=("UpBlock2D",) * 2,
     )
-    DDPMPipeline(unet, DDPMScheduler()).save_pretrained(tmp_path / "model")
+
+
+def test_pipelines_of_diffusers_are_sampled_too(tmp_path):
+    DDPMPipeline(small_unet(), DDPMScheduler()).save_pretrained(tmp_path / "model")
     sample(str(tmp_path / "model"), tmp_path / "samples", num=3, num_inference_steps=2, file_format="npz")
     assert SampledImages(tmp_path / "samples").shape == (3, 8, 8)
     with pytest.raises(ValueError, match="DDPMPipeline takes no `guidance_scale`; it takes batch_size"):

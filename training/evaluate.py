@@ -20,6 +20,7 @@ import hashlib
 import json
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 import hf_decayed  # noqa: F401, registers our classes with AutoModel
-from hf_decayed.data import DataError, hold_out, some
+from hf_decayed.data import DataError, MiddleOfImages, hold_out, some
 from hf_decayed.evaluation import PROTOCOLS, effective_rank, generation, knn_accuracy, linear_probe
 from hf_decayed.evaluation.features import (
     ImagesInOrder,
@@ -62,7 +63,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("model", metavar="MODEL", help="folder or repository of an encoder or a pipeline; or samples")
     parser.add_argument("--revision", help="of the repository; pin it where its code runs")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
-    parser.add_argument("--output", type=Path, help="JSON file; outputs/evaluate/<model>.json when not given")
+    parser.add_argument("--output", type=Path, help="JSON file; one in outputs/evaluate when not given")
     parser.add_argument("--features_dir", type=Path, default=Path("outputs/features"), help="where features are kept")
     parser.add_argument("--cpu_threads", type=int, help="per process; the machine's cores shared out when not given")
     add_data_arguments(parser)
@@ -109,6 +110,7 @@ def parse_arguments(arguments=None):
         help="whose features are compared: pixels (averaged to 8 x 8), inception (FID; needs torch-fidelity), or any "
         "folder or repository that AutoModel loads",
     )
+    samples.add_argument("--feature_net_revision", help="of its repository")
     samples.add_argument("--reference", help=".npz file or folder of real images; the training images when not given")
     samples.add_argument("--bootstraps", type=int, default=20, help="for the spread of the Frechet distance")
     options = parser.parse_args(arguments)
@@ -122,16 +124,30 @@ def parse_arguments(arguments=None):
     unknown = set(options.metrics) - set(known)
     if unknown:
         parser.error(f"--metrics of {an(options.kind)} are {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    if set(options.metrics) & set(generation.METRICS):
+        if set(options.metrics) & set(METRICS):
+            parser.error(
+                "features and samples are judged one at a time: --metrics knn,linear,rank, or frechet,kid,prdc"
+            )
+        if options.dtype != "float32":
+            parser.error("samples are drawn and compared in float32; --dtype is for features")
+        if options.bootstraps < 2 or options.num_samples < 10:
+            parser.error("a distance needs at least --num_samples 10, and its spread --bootstraps 2")
+    if options.output is None:
+        name = Path(options.model).name.removesuffix(".npz")
+        ending = "" if options.kind == "encoder" else "-blocks" if set(options.metrics) <= set(METRICS) else "-samples"
+        options.output = Path("outputs/evaluate") / f"{name}{ending}.json"
     return options
 
 
 def kind_of(options) -> str:
     """`encoder`, `pipeline` or `samples`, by what lies there."""
     path = Path(options.model)
-    if path.suffix == ".npz" or (path.is_dir() and not any(path.glob("*.json"))) or (path / "sampling.json").exists():
+    if path.suffix == ".npz" or (path / "sampling.json").exists():
         return "samples"
     if path.is_dir():
-        return "pipeline" if (path / "model_index.json").exists() else "encoder"
+        names = {"model_index.json": "pipeline", "config.json": "encoder"}
+        return next((kind for name, kind in names.items() if (path / name).exists()), "samples")
     try:
         DiffusionPipeline.load_config(options.model, revision=options.revision)
         return "pipeline"
@@ -145,14 +161,7 @@ def main(arguments=None):
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     share_cores(accelerator, options.cpu_threads)
     judge = {"encoder": judge_encoder, "pipeline": judge_pipeline, "samples": judge_samples}[options.kind]
-    try:
-        results = judge(options, accelerator)
-    except OSError as error:
-        if Path(options.model).exists():
-            raise
-        raise DataError(
-            f"'{options.model}' is no folder here, and no repository that could be had: {one_sentence(error)}"
-        ) from error
+    results = judge(options, accelerator)
     if not accelerator.is_main_process:
         return
     pictures = results.pop("pictures", {})
@@ -164,7 +173,7 @@ def main(arguments=None):
         "command": " ".join(["python", "training/evaluate.py", *flags_without_paths()]),
         "versions": versions(),
     }
-    output = options.output or Path("outputs/evaluate") / f"{Path(options.model).stem}.json"
+    output = options.output
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=2) + "\n")
     if pictures:
@@ -175,13 +184,27 @@ def main(arguments=None):
         print(f"heat map: {output.with_suffix('.png')}")
 
 
+@contextmanager
+def loading(model: str):
+    """What is neither here nor on the Hub is said to be so."""
+    try:
+        yield
+    except OSError as error:
+        if Path(model).exists():
+            raise
+        raise DataError(
+            f"'{model}' is no folder here, and no repository that could be had: {one_sentence(error)}"
+        ) from error
+
+
 # Features of an encoder.
 
 
 def judge_encoder(options, accelerator) -> dict:
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    model = AutoModel.from_pretrained(options.model, dtype=getattr(torch, options.dtype), **origin)
-    processor = AutoImageProcessor.from_pretrained(options.model, **origin)
+    with loading(options.model):
+        model = AutoModel.from_pretrained(options.model, dtype=getattr(torch, options.dtype), **origin)
+        processor = AutoImageProcessor.from_pretrained(options.model, **origin)
     own_pooling = getattr(model.config, "pooling", "mean")
     if options.features is None:
         class_token = any("cls_token" in name or "class_embedding" in name for name, _ in model.named_parameters())
@@ -282,13 +305,11 @@ def numbers_of(train, train_labels, test, test_labels, options) -> dict[str, flo
 
 
 def judge_pipeline(options, accelerator) -> dict:
-    if not set(options.metrics) & set(generation.METRICS):
-        return judge_blocks(options, accelerator)
-    if set(options.metrics) & set(METRICS):
-        raise DataError(
-            "Features and samples are judged one at a time: --metrics knn,linear,rank, or frechet,kid,prdc."
-        )
-    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code)
+    with loading(options.model):
+        pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code)
+    pipeline = pipeline.to(accelerator.device)
+    if set(options.metrics) <= set(METRICS):
+        return judge_blocks(pipeline, options, accelerator)
     settings = {
         "num": options.num_samples,
         "classes": options.classes,
@@ -300,59 +321,70 @@ def judge_pipeline(options, accelerator) -> dict:
     network = fingerprint_of(pipeline)
     scheduler = public(pipeline.scheduler.config)
     folder = options.samples_dir / f"{Path(options.model).name}-{hash_of([network, scheduler, settings])[:8]}"
-    origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    sample(options.model, folder, **settings, **origin, accelerator=accelerator)
+    sample(pipeline, folder, **settings, accelerator=accelerator)
     named = f"{options.num_samples} samples, {options.num_inference_steps} steps, guidance {options.guidance_scale:g}"
     results = judge_images(generation.SampledImages(folder), named, options, accelerator)
     results["protocol"]["sampling"] = {**settings, "scheduler": scheduler}
     return {"model_fingerprint": network, **results}
 
 
-def judge_blocks(options, accelerator) -> dict:
+def judge_blocks(pipeline, options, accelerator) -> dict:
     """Every block at every noise level: a grid, of which the best cell is the paper's number."""
-    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code).to(accelerator.device)
     network = pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
     if options.dtype != "float32":
         network.to(getattr(torch, options.dtype))
     vae = getattr(pipeline, "vae", None)
+    if vae is None and network.config.in_channels not in (1, 3):
+        raise DataError("This is a network of latents, and the pipeline has no VAE to make them of images.")
     kinds = getattr(network, "_repeated_blocks", None) or network._no_split_modules or []
     blocks = [name for name, module in network.named_modules() if type(module).__name__ in kinds]
     blocks = options.blocks.split(",") if options.blocks else blocks
+    if not blocks:
+        names = ", ".join(name for name, _ in network.named_children())
+        raise DataError(
+            f"{type(network).__name__} does not say what its blocks are: name modules with --blocks ({names})."
+        )
     levels = [float(each) for each in options.noise_levels.split(",")]
     encode = diffusion_encoder(network, pipeline.scheduler, blocks, levels, options.seed)
     channels, height, width = image_shape(network, vae)
 
     def encode_latents(pixel_values, places):
         if vae is not None:
-            scaling = latent_scaling(vae)
-            latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode().float()
-            pixel_values = (latents - scaling["shift"]) * scaling["scale"]
+            with torch.autocast(pixel_values.device.type, enabled=False):  # as latents for training are made
+                latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode().float()
+            own = latent_scaling(vae)
+            shift = getattr(pipeline.config, "latent_shift", None) or own["shift"]
+            pixel_values = (latents - shift) * (getattr(pipeline.config, "latent_scale", None) or own["scale"])
         return encode(pixel_values, places)
 
     names = [f"{block}@{level:g}" for block in blocks for level in levels]
+    scheduler = public(pipeline.scheduler.config)
+    flows = hasattr(network, "time_of_noise_level")
+    counted = "share of the way from data (0) to noise (1)" if flows else "share of the timesteps (0 data, 1 noise)"
     results = judge_features(
         encode_latents,
         names,
-        generation.centre_of_images(height, width, channels, signed=True),
+        MiddleOfImages(height, width, signed=True),
         channels,
-        {"model": fingerprint_of(pipeline), "features": names, "seed": options.seed},
-        "<block>@<noise level, 0 data and 1 noise>: the mean of a block's tokens, without a class; the middle of each "
-        "image; the best cell is chosen on the held-out images",
+        {"model": fingerprint_of(pipeline), "scheduler": scheduler, "features": names, "seed": options.seed},
+        f"<block>@<noise level>, a {counted}: the mean of a block's patches, without a class; the middle of each image",
         options,
         accelerator,
     )
-    cells = {
-        metric: [[results["rows"][f"{block}@{level:g}"][metric] for level in levels] for block in blocks]
-        for metric in (next(iter(results["rows"].values())) if results["rows"] else ())
-        if metric != "effective_rank_exponential"
-    }
-    results["grid"] = {"blocks": blocks, "noise_levels": levels, "cells": cells}
-    results["best"] = {
-        metric: max((name for name in names), key=lambda name: results["rows"][name][metric])
-        for metric in cells
-        if metric.endswith("accuracy")
-    }
-    results["pictures"] = results["grid"]
+    results["protocol"] |= {"scheduler": scheduler, "best": "of all cells, chosen on the held-out images"}
+    if accelerator.is_main_process:
+        measures = [name for name in results["rows"][names[0]] if name != "effective_rank_exponential"]
+        cells = {
+            name: [[results["rows"][f"{block}@{level:g}"][name] for level in levels] for block in blocks]
+            for name in measures
+        }
+        results["grid"] = {"blocks": blocks, "noise_levels": levels, "cells": cells}
+        results["best"] = {
+            measure: max(names, key=lambda name: results["rows"][name][measure])
+            for measure in measures
+            if measure.endswith("accuracy")
+        }
+        results["pictures"] = {**results["grid"], "label": f"noise level: {counted}"}
     return results
 
 
@@ -373,14 +405,20 @@ def judge_samples(options, accelerator) -> dict:
 
 def judge_images(samples, named: str, options, accelerator) -> dict:
     """Distances between samples and the training images; and between as many held-out ones and these, for a scale."""
-    origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    encode, network = generation.image_features(options.feature_net, accelerator.device, **origin)
+    encode, network = generation.image_features(options.feature_net, accelerator.device, options.feature_net_revision)
     channels, height, width = samples.shape
+    middle = MiddleOfImages(height, width)
 
-    def features_of(images, data, description):
-        identity = {"network": network, "data": data, "size": [channels, height, width], "kind": "images in [0, 1]"}
+    def features_of(images, identity, description):
         return extract_features(
-            encode, images, options.features_dir, identity, accelerator, options.batch_size, description=description
+            encode,
+            images,
+            options.features_dir,
+            {"network": network, "images": identity},
+            accelerator,
+            options.batch_size,
+            num_workers=options.num_workers if accelerator.device.type != "cpu" else 0,
+            description=description,
         )
 
     generated = features_of(samples, samples.fingerprint, "features of samples")
@@ -390,33 +428,39 @@ def judge_images(samples, named: str, options, accelerator) -> dict:
         if reference.shape != samples.shape:
             raise DataError(f"Samples are {samples.shape} (channels, height, width), the reference {reference.shape}.")
         real = features_of(reference, reference.fingerprint, "features of the reference")
-        dataset_name = Path(options.reference).name
+        dataset_name, prepared = Path(options.reference).name, "as they lie"
     else:
         train, held_out, dataset_name, image_column, _ = load_images(options, accelerator)
-        processor = generation.centre_of_images(height, width, channels)
         splits = {"train": some(train, options.max_train_samples)}
         if held_out is not None:
             splits["held-out"] = some(held_out, min(len(samples), options.max_eval_samples or len(held_out)))
         for split, rows in splits.items():
-            images = ImagesInOrder(rows, image_column, None, processor, channels, options.on_bad_image)
-            others[split] = features_of(images, [rows._fingerprint, image_column], f"features of {split} images")
+            images = ImagesInOrder(rows, image_column, None, middle, channels, options.on_bad_image)
+            identity = [rows._fingerprint, image_column, channels, middle.to_json_string()]
+            others[split] = features_of(images, identity, f"features of {split} images")
         real = others.pop("train")
-    name = options.feature_net if options.feature_net in ("pixels", "inception") else Path(options.feature_net).name
+        prepared = f"the middle of each, {height} x {width}"
+    name = {"inception": None, "pixels": "pixels"}.get(options.feature_net, Path(options.feature_net).name)
     rows = {}
     if accelerator.is_main_process:
         settings = {"metrics": options.metrics, "name": name, "bootstraps": options.bootstraps, "seed": options.seed}
         rows[named] = generation.scores(real, generated, **settings)
         for split, features in others.items():
             rows[f"{len(features['labels'])} {split} images"] = generation.scores(real, features, **settings)
+    texts = {
+        "frechet": f"spread: deviation over {options.bootstraps} bootstraps of the samples",
+        "kid": "unbiased, cubic kernel, 100 subsets of 1000, or of half the smaller set; spread: deviation over subsets",
+        "prdc": "5 neighbours, of at most 10000 images each",
+    }
     return {
         "rows": rows,
         "protocol": {
             "features": network,
-            "reference": f"{len(real['labels'])} images, the middle of each, {height} x {width}",
+            "reference": f"{len(real['labels'])} images, {prepared}",
             "samples": len(samples),
-            "frechet_spread": f"deviation over {options.bootstraps} bootstraps of the samples",
-            "kernel_distance": "unbiased, cubic kernel, 100 subsets of at most 1000; spread: deviation over subsets",
-            "prdc": {"k": 5},
+            **{metric: texts[metric] for metric in options.metrics},
+            **({"inception_score": "10 parts in random order"} if name is None else {}),
+            "precision": "float32",
             "seed": options.seed,
         },
         "dataset": {

@@ -403,7 +403,7 @@ def diffusion_table(by_name: dict[str, list[dict]]) -> str:
         "",
         f"{anyone['results']['dataset']['name']}: {anyone['results']['steps']} steps, {anyone['results']['images_seen']} "
         f"images seen. {sampled}, against {protocol['reference']}; features: {protocol['features']}; "
-        f"+-: {protocol['frechet_spread']}, and over subsets for the kernel distance. Blocks: {number['train']} training and "
+        f"+-: {protocol['frechet'].removeprefix('spread: ')}, and over subsets for the kernel distance. Blocks: {number['train']} training and "
         f"{number['test']} held-out images, ridge and 20 neighbours, the best cell of {len(blocks['grid']['blocks'])} blocks "
         f"by {len(blocks['grid']['noise_levels'])} noise levels, chosen on the held-out images. Raw pixels: linear "
         f"{100 * pixels['linear_accuracy']:.1f} %, kNN {100 * pixels['knn_accuracy']:.1f} %.",

@@ -228,7 +228,7 @@ def diffusion_encoder(
     """Encodes with a diffusers model: the average over places of what the named modules put out, at given noise levels.
 
     Levels count from 0, data, to 1, noise: parts of the scheduler's timesteps, or, where images flow to noise in a straight
-    line, of the way. The noise belongs to the image and the level, so features do not depend on batches or processes.
+    line, of the way, so levels of the two kinds are not the same. The noise belongs to the image and the level, so features do not depend on batches or processes.
     `pixel_values` must come in the range that the model was trained on, usually [-1, 1]; `inputs` go to the model as they
     are, each repeated for the batch if it has one entry.
     """
@@ -254,10 +254,13 @@ def diffusion_encoder(
         own_time = getattr(model, "time_of_noise_level", lambda level: level * (last + 1))
         return torch.lerp(pixel_values, noise, level), torch.tensor([own_time(level)], device=pixel_values.device)
 
+    extra = getattr(model, "num_extra_tokens", 0)  # time and class, which say nothing of the image
+
     def keep(features, name):
         def hook(module, arguments, output):
             output = output[0] if isinstance(output, tuple) else output
-            features[name] = pooled(getattr(output, "sample", output), "mean")
+            output = getattr(output, "sample", output)
+            features[name] = pooled(output[:, extra:] if output.ndim == 3 else output, "mean")
 
         return hook
 
@@ -271,6 +274,10 @@ def diffusion_encoder(
             try:
                 repeated = {name: each.expand(len(places), *each.shape[1:]) for name, each in inputs.items()}
                 model(sample.to(model.dtype), time.expand(len(places)), **repeated)
+            except TypeError as error:
+                raise ValueError(
+                    f"{type(model).__name__} cannot be called with a sample and a time: {error}"
+                ) from error
             finally:
                 for handle in handles:
                     handle.remove()

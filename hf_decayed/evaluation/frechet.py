@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 
 from .effective_rank import in_double
@@ -19,15 +18,6 @@ def frechet_distance(real: torch.Tensor, generated: torch.Tensor) -> float:
     """
     check_pair(real, generated, at_least=2)
     return distance_from(real)(generated)
-
-
-@torch.no_grad()
-def frechet_spread(real: torch.Tensor, generated: torch.Tensor, bootstraps: int = 20, seed: int = 0) -> float:
-    """Deviation of the Frechet distance over as many draws, with repeats, of as many generated samples."""
-    check_pair(real, generated, at_least=2)
-    distance, generator = distance_from(real), torch.Generator().manual_seed(seed)
-    draws = (torch.randint(len(generated), (len(generated),), generator=generator) for _ in range(bootstraps))
-    return float(np.std([distance(generated[draw.to(generated.device)]) for draw in draws]))
 
 
 def distance_from(real: torch.Tensor) -> Callable[[torch.Tensor], float]:
@@ -118,11 +108,12 @@ def within_reach(queries: torch.Tensor, features: torch.Tensor, k: int, chunk_si
         yield torch.cdist(part, features) <= reach
 
 
-def mean_and_covariance(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    features = in_double(features)
-    mean = features.mean(dim=0)
-    centred = features - mean
-    return mean, centred.T @ centred / (len(features) - 1)
+def mean_and_covariance(features: torch.Tensor, chunk_size: int = 8192) -> tuple[torch.Tensor, torch.Tensor]:
+    """In double precision, a chunk at a time: features of a million images are not held twice."""
+    parts = features.split(chunk_size)
+    mean = sum(in_double(part).sum(dim=0) for part in parts) / len(features)
+    scatter = sum(centred.T @ centred for centred in (in_double(part) - mean for part in parts))
+    return mean, scatter / (len(features) - 1)
 
 
 def kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ the FID that papers report; on others it has another name.
 """
 
 import hashlib
+import json
 import zlib
 from pathlib import Path
 
@@ -16,11 +17,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.nn import functional as F
-from transformers import AutoImageProcessor, AutoModel, CLIPImageProcessorPil
+from transformers import AutoImageProcessor, AutoModel
 
 from ..data import DataError
 from .features import Encoder, fingerprint, transformer_encoder
-from .frechet import density_coverage, frechet_distance, frechet_spread, kernel_distance, precision_recall
+from .frechet import check_pair, density_coverage, distance_from, kernel_distance, precision_recall
 
 
 METRICS = ("frechet", "kid", "prdc")
@@ -32,13 +33,11 @@ def pixel_features(images: torch.Tensor) -> torch.Tensor:
     return F.adaptive_avg_pool2d(images.float(), 8).flatten(1)
 
 
-def image_features(
-    network: str = "pixels", device="cpu", revision: str | None = None, trust_remote_code: bool = False
-) -> tuple[Encoder, str]:
+def image_features(network: str = "pixels", device="cpu", revision: str | None = None) -> tuple[Encoder, str]:
     """An encoder of images in [0, 1], and what it depends on.
 
     `pixels` are [`pixel_features`]; `inception` is the network of FID and Inception Score, from torch-fidelity, which
-    downloads its weights; anything else is a folder or repository that `AutoModel` loads.
+    downloads its weights; anything else is a folder or repository that `AutoModel` loads. All in float32.
     """
     if network == "pixels":
         return lambda images, places: {"features": pixel_features(images)}, "pixels averaged to 8 x 8"
@@ -49,9 +48,8 @@ def image_features(
             raise DataError("Inception's features need torch-fidelity: pip install 'hf_decayed[fid]'.") from error
         inception = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"]).to(device)
         return inception_encoder(inception), "inception-v3-compat of torch-fidelity"
-    origin = {"revision": revision, "trust_remote_code": trust_remote_code}
-    model = AutoModel.from_pretrained(network, **origin).to(device)
-    processor = AutoImageProcessor.from_pretrained(network, **origin)
+    model = AutoModel.from_pretrained(network, revision=revision, dtype=torch.float32).to(device)
+    processor = AutoImageProcessor.from_pretrained(network, revision=revision)
     pooling = getattr(model.config, "pooling", "mean")
     encode = transformer_encoder(model, [f"last.{pooling}"])
     channels = getattr(model.config, "num_channels", 3)
@@ -59,15 +57,18 @@ def image_features(
     def encode_prepared(images, places):
         arrays = list(in_bytes(images, channels).permute(0, 2, 3, 1).cpu().numpy())
         prepared = processor(arrays, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
-        (features,) = encode(prepared.to(device), places).values()
+        with torch.autocast(images.device.type, enabled=False):
+            (features,) = encode(prepared.to(device), places).values()
         return {"features": features}
 
-    return encode_prepared, f"{type(model).__name__} {fingerprint(model)}, last.{pooling}"
+    preparation = hashlib.sha256(processor.to_json_string().encode()).hexdigest()[:8]
+    return encode_prepared, f"{type(model).__name__} {fingerprint(model)}, last.{pooling}, processor {preparation}"
 
 
 def inception_encoder(inception: torch.nn.Module) -> Encoder:
     def encode(images, places):
-        features, logits = inception(in_bytes(images, 3))
+        with torch.autocast(images.device.type, enabled=False):
+            features, logits = inception(in_bytes(images, 3))
         return {"features": features, "logits": logits}
 
     return encode
@@ -85,6 +86,9 @@ class SampledImages(torch.utils.data.Dataset):
 
     def __init__(self, path: str | Path):
         path = Path(path)
+        record = path / "sampling.json"
+        if record.exists() and not json.loads(record.read_text()).get("finished"):
+            raise DataError(f"'{path}' holds samples that are not finished: give the command that draws them again.")
         if path.is_dir() and (path / "samples.npz").exists():
             path = path / "samples.npz"
         if path.is_dir():
@@ -102,6 +106,7 @@ class SampledImages(torch.utils.data.Dataset):
                 self.images = arrays["arr_0"]
             digest = hashlib.sha256(self.images)
         self.fingerprint = digest.hexdigest()[:16]
+        self.first_shape = self[0].shape
 
     def __len__(self) -> int:
         return len(self.images)
@@ -109,7 +114,7 @@ class SampledImages(torch.utils.data.Dataset):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height and width, of the first."""
-        height, width, channels = self[0].shape
+        height, width, channels = self.first_shape
         return channels, height, width
 
     def __getitem__(self, place: int) -> np.ndarray:
@@ -121,8 +126,12 @@ class SampledImages(torch.utils.data.Dataset):
 
     def __getitems__(self, places: list[int]) -> dict[str, torch.Tensor]:
         images = [self[place] for place in places]
-        if len({image.shape for image in images}) > 1:
-            raise DataError("Samples must have one size.")
+        for place, image in zip(places, images):
+            if image.shape != self.first_shape:
+                raise DataError(
+                    f"Samples must have one shape: number {place} is {image.shape} (height, width, channels), the first "
+                    f"{self.first_shape}."
+                )
         return {
             "pixel_values": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255,
             "labels": torch.full((len(places),), -1),
@@ -131,52 +140,53 @@ class SampledImages(torch.utils.data.Dataset):
         }
 
 
-def centre_of_images(height: int, width: int, channels: int, signed: bool = False) -> CLIPImageProcessorPil:
-    """Brings images to a size: scaled to cover it, and its middle; in [0, 1], or in [-1, 1]."""
-    return CLIPImageProcessorPil(
-        size={"shortest_edge": max(height, width)},
-        crop_size={"height": height, "width": width},
-        do_normalize=signed,
-        image_mean=[0.5] * channels,
-        image_std=[0.5] * channels,
-        do_convert_rgb=channels == 3,
-    )
-
-
 def scores(
     real: dict[str, torch.Tensor],
     generated: dict[str, torch.Tensor],
     metrics: list[str],
-    name: str = "pixels",
+    name: str | None = None,
     bootstraps: int = 20,
-    kid_subset_size: int = 1000,
+    subset_size: int = 1000,
     k: int = 5,
+    most_neighbours: int = 10_000,
     seed: int = 0,
 ) -> dict[str, float]:
     """How far the features of generated images are from those of real ones; each distance with its `_spread`.
 
     Args:
         real, generated (`dict`): `features` of each, and Inception's `logits`.
-        name (`str`): Of the features, in the names of what is returned; `inception` gives FID, KID and Inception Score.
+        name (`str`, *optional*): Of the features, in the names of what is returned. Without one they are Inception's: FID,
+            KID and Inception Score.
         bootstraps (`int`): Draws of as many generated samples, with repeats, whose deviation is the Frechet distance's
             spread.
+        subset_size (`int`): For the kernel distance; at most half of the smaller set, so that subsets differ.
         k (`int`): The neighbour that sets the reach for precision, recall, density and coverage.
+        most_neighbours (`int`): These compare everything with everything, so they take at most so many of each.
     """
-    proper = name == "inception"
     found = {}
-    pair = real["features"], generated["features"]
+    real_features, features = real["features"], generated["features"]
+    check_pair(real_features, features, at_least=max(4, k + 1))
+    generator = torch.Generator().manual_seed(seed)
     if "frechet" in metrics:
-        label = "fid" if proper else f"frechet_{name}"
-        found[label] = frechet_distance(*pair)
-        found[f"{label}_spread"] = frechet_spread(*pair, bootstraps, seed)
+        label = f"frechet_{name}" if name else "fid"
+        distance = distance_from(real_features)
+        found[label] = distance(features)
+        draws = [torch.randint(len(features), (len(features),), generator=generator) for _ in range(bootstraps)]
+        found[f"{label}_spread"] = float(np.std([distance(features[draw]) for draw in draws]))
     if "kid" in metrics:
-        label = "kid" if proper else f"kernel_distance_{name}"
-        subsets = torch.Generator().manual_seed(seed)
-        found[label], found[f"{label}_spread"] = kernel_distance(*pair, subset_size=kid_subset_size, generator=subsets)
+        label = f"kernel_distance_{name}" if name else "kid"
+        size = min(subset_size, min(len(real_features), len(features)) // 2)
+        found[label], found[f"{label}_spread"] = kernel_distance(
+            real_features, features, subset_size=size, generator=generator
+        )
     if "prdc" in metrics:
+        pair = [
+            each[torch.randperm(len(each), generator=generator)[:most_neighbours]]
+            for each in (real_features, features)
+        ]
         found["precision"], found["recall"] = precision_recall(*pair, k=k)
         found["density"], found["coverage"] = density_coverage(*pair, k=k)
-    if proper and "logits" in generated:
+    if name is None and "logits" in generated:
         found["inception_score"], found["inception_score_spread"] = inception_score(generated["logits"], seed=seed)
     return found
 

@@ -33,8 +33,6 @@ SIZES = {
 }
 
 TIME_FREQUENCIES = 256
-BLOCK_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig", "SeaCacheConfig")  # diffusers' that leave out blocks
-
 EFFECTIVE_DECAY_TARGET = 3e-3  # of all alphas multiplied; what `shortcut_decay="auto"` aims at
 
 
@@ -332,16 +330,17 @@ class DecayedSiTTransformer2DModel(ModelMixin, AttentionMixin, ConfigMixin, Cach
             nn.init.zeros_(linear.weight)
 
     def enable_cache(self, config) -> None:
-        """As diffusers'; caches that leave out blocks fit networks without skips only."""
-        if type(config).__name__ in BLOCK_CACHES:
-            if self.config.encoder_decoder_skips:
-                raise ValueError(
-                    f"{type(config).__name__} leaves out blocks whose outputs the skips of this network take: use "
-                    "PyramidAttentionBroadcastConfig, or a network with `encoder_decoder_skips=False`."
-                )
+        """Of diffusers' caches those of attention; those that leave out blocks, where no skips need the blocks."""
+        kind = type(config).__name__
+        if kind == "FirstBlockCacheConfig" and not self.config.encoder_decoder_skips:
             from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry  # not public
 
             TransformerBlockRegistry.register(DecayedSiTBlock, TransformerBlockMetadata(return_hidden_states_index=0))
+        elif kind != "PyramidAttentionBroadcastConfig":
+            raise ValueError(
+                f"{kind} does not fit this network: use PyramidAttentionBroadcastConfig or, where "
+                "`encoder_decoder_skips=False`, FirstBlockCacheConfig."
+            )
         super().enable_cache(config)
 
     def effective_decay(self) -> float:

@@ -33,8 +33,6 @@ SIZES = {
     "H": {"hidden_size": 1152, "num_layers": 28, "num_attention_heads": 16, "final_conv": False},
 }
 
-BLOCK_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig", "SeaCacheConfig")  # diffusers' that leave out blocks
-
 EFFECTIVE_DECAY_TARGET = 3e-3  # of all alphas multiplied; what `shortcut_decay="auto"` aims at
 
 # How a scheduler's timestep t becomes the time that the network is trained with.
@@ -326,11 +324,10 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
                     nn.init.zeros_(module.fc2.weight)
 
     def enable_cache(self, config) -> None:
-        """As diffusers', but for caches that leave out blocks."""
-        if type(config).__name__ in BLOCK_CACHES:
+        """Of diffusers' caches those of attention: others leave out blocks, whose outputs the skips take."""
+        if type(config).__name__ != "PyramidAttentionBroadcastConfig":
             raise ValueError(
-                f"{type(config).__name__} leaves out blocks whose outputs the skips of this network take: use "
-                "PyramidAttentionBroadcastConfig."
+                f"{type(config).__name__} does not fit this network: use PyramidAttentionBroadcastConfig."
             )
         super().enable_cache(config)
 
