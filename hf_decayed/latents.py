@@ -180,6 +180,14 @@ def latent_images(
     return EncodedLatents(vae, images, labels, **settings)
 
 
+def load_vae(path: str, device) -> AutoencoderKL:
+    """A frozen autoencoder; a folder's place on this machine is not kept in what is saved with it."""
+    vae = AutoencoderKL.from_pretrained(path).requires_grad_(False).to(device).eval()
+    if Path(path).exists():
+        vae.register_to_config(_name_or_path=Path(path).name)
+    return vae
+
+
 def sample_size_of(vae: AutoencoderKL, image_size: int) -> int:
     """Height and width of the latent of a square image."""
     factor = 2 ** (len(vae.config.block_out_channels) - 1)

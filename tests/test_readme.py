@@ -146,7 +146,7 @@ def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
         assert ("written to" if "convert" in line else "36 samples") in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["models", "data", "training", "eval"])
+@pytest.mark.parametrize("name", ["models", "data", "training", "eval", "diffusion"])
 def test_benchmark_table_is_the_one_in_the_results(name):
     page = (ROOT / "docs/speed.md").read_text()
     shown = re.search(rf"<!-- benchmark {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]

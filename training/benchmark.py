@@ -445,7 +445,7 @@ def benchmark_diffusion(arguments) -> list[dict]:
 
     def forward(label, model, inputs):
         model.eval()
-        if label not in (OFFICIAL, "diffusers DiT"):
+        if label not in (OFFICIAL, "diffusers DiT") and dtype != torch.float32:
             model, inputs = model.to(dtype), {**inputs, "sample": inputs["sample"].to(dtype)}
         inputs = {"hidden_states" if label == "diffusers DiT" and k == "sample" else k: v for k, v in inputs.items()}
         return torch.no_grad()(lambda: model(**inputs))
@@ -477,7 +477,7 @@ def benchmark_diffusion(arguments) -> list[dict]:
         tables.append(take_turns(f"U-ViT-{size}: denoising, batch {batch_size}", runs, batch_size, arguments))
         tables[-1]["time goes to (%)"] = {label: where_time_goes(run) for label, run in runs.items()}
         if name == "tiny":
-            half = {key: each[: batch_size // 2] for key, each in inputs.items()}
+            half = {key: each[: max(1, batch_size // 2)] for key, each in inputs.items()}
             runs = {label: training_step(label, model.float(), half) for label, model in models.items()}
             title = f"U-ViT-{size}: training step, batch {batch_size // 2}"
             tables.append(take_turns(title, runs, batch_size // 2, arguments))

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration, set_seed
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler
 from huggingface_hub import ModelCard
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -28,7 +28,7 @@ from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.cli import field_and_value
 from hf_decayed.data import DataError, EpochBatches, as_it_is, some
 from hf_decayed.evaluation.features import fingerprint
-from hf_decayed.latents import EncodedLatents, diffusion_images
+from hf_decayed.latents import EncodedLatents, diffusion_images, load_vae
 from hf_decayed.models.transformer_decayed_sit import SIZES, DecayedSiTTransformer2DModel
 from hf_decayed.optimization import parameter_groups
 from hf_decayed.pictures import save_curves
@@ -172,9 +172,7 @@ def main():
             "The labels hold numbers below 0: train without them (--conditional false), or name another column."
         )
     class_names = class_names_of(train, label_column) if label_column else []
-    vae = None
-    if options.vae:
-        vae = AutoencoderKL.from_pretrained(options.vae).requires_grad_(False).to(accelerator.device).eval()
+    vae = load_vae(options.vae, accelerator.device) if options.vae else None
     image_channels = options.fields.get("in_channels", 3) if vae is None else vae.config.in_channels
     images, channels, sample_size = diffusion_images(
         vae, image_channels, train, image_column, label_column, options, accelerator
