@@ -280,7 +280,10 @@ class Looks:
                         generator=[torch.Generator().manual_seed(place) for place in places],
                         output_type="pt",
                     ).images
-                except ValueError:  # not finite; the other processes wait for this one's part
+                except ValueError as error:
+                    if "NaN or infinity" not in str(error):
+                        raise
+                    # The other processes wait for this one's part.
                     made = torch.full((len(places), self.channels, *2 * [self.options.image_size]), math.nan)
             parts.append(made)
         # Process p has places p, p + n, ...: side by side they are in order again. Short ones are filled up to gather.
