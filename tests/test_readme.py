@@ -165,6 +165,21 @@ def test_small_scale_table_is_the_one_in_the_results(grid):
         assert (ROOT / picture).stat().st_size > 5000
 
 
+def test_the_table_of_tiny_recipes_is_the_one_in_the_results():
+    page = (ROOT / "docs/small_diffusion.md").read_text()
+    shown = re.search(r"<!-- table tiny_recipes -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1].splitlines()[2:]
+    records = (ROOT / "model_cards/results/small_diffusion/tiny_recipes.jsonl").read_text().splitlines()
+    assert len(shown) == len(records)
+    for line, record in zip(shown, map(json.loads, records)):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        distance = next(name for name in record if name.startswith("frechet_"))
+        expected = [record[name] for name in ("script", "predicts", "patch_size", "batch_size")]
+        expected += [f"{record['learning_rate']:g}", f"{record['shortcut_decay']:g}"]
+        expected += ["yes" if record["zero_init_branches"] else "no", record["steps"], record["images_seen"]]
+        expected += [f"{record['loss']:.3f}", f"{record[distance]:.2f}", distance.rpartition("_")[2]]
+        assert cells == [str(each) for each in expected]
+
+
 def test_benchmark_runs(tmp_path):
     command = [
         sys.executable,
