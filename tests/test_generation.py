@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -41,13 +42,17 @@ def evaluate(monkeypatch):
     return partial(run_evaluation, monkeypatch)
 
 
-def run_evaluation(monkeypatch, *flags):
+def script_of_evaluation():
     found = importlib.util.spec_from_file_location("evaluate_script", ROOT / "training" / "evaluate.py")
     script = importlib.util.module_from_spec(found)
     found.loader.exec_module(script)
+    return script
+
+
+def run_evaluation(monkeypatch, *flags):
     flags = [*map(str, flags), "--cpu_threads", "1"]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *flags])
-    script.main()
+    script_of_evaluation().main()
 
 
 def pipeline(folder, num_classes=10):
@@ -246,3 +251,11 @@ def test_pipelines_of_diffusers_are_sampled_too(tmp_path):
         sample(str(tmp_path / "model"), tmp_path / "guided", num=3, guidance_scale=2.0)
     with pytest.raises(ValueError, match="DDPMPipeline takes no `class_labels`"):
         sample(str(tmp_path / "model"), tmp_path / "classes", num=3, classes="1,2")
+
+
+def test_the_table_of_latents_is_the_one_in_the_results():
+    page, folder = (ROOT / "docs/small_diffusion.md").read_text(), ROOT / "model_cards/results/small_diffusion"
+    shown = re.search(r"<!-- table latents -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
+    files = {"SiT, 500 samples": "latents_samples.json", "held-out images, 500": "latents_held_out.json"}
+    rows = {name: next(iter(json.loads((folder / f).read_text())["rows"].values())) for name, f in files.items()}
+    assert shown == script_of_evaluation().table(rows)

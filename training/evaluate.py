@@ -509,8 +509,9 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 def as_text(metric: str, value: float, spread: float | None = None) -> str:
     if metric.endswith("accuracy"):
         return f"{100 * value:.1f} %"
-    digits = 5 if metric.startswith(("kid", "kernel")) else 2
-    return f"{value:.{digits}f}" + (f" +- {spread:.{digits}f}" if spread is not None else "")
+    if spread is not None:
+        return f"{value:.3g} +- {spread:.2g}"
+    return f"{value:.2f}"
 
 
 def hash_of(value) -> str:

@@ -380,10 +380,9 @@ def diffusion_table(by_name: dict[str, list[dict]]) -> str:
     def cells_of(rows):
         cells = []
         for name in measures:
-            digits = 4 if "kernel" in name or "kid" in name else 2
-            text = f"{np.mean([row[name] for row in rows]):.{digits}f}"
+            text = f"{np.mean([row[name] for row in rows]):.3g}"
             if f"{name}_spread" in rows[0]:
-                text += f" +- {np.mean([row[f'{name}_spread'] for row in rows]):.{digits}f}"
+                text += f" +- {np.mean([row[f'{name}_spread'] for row in rows]):.2g}"
             cells.append(text)
         return cells
 
