@@ -16,6 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_convert(commands)
     add_sample(commands)
+    add_publish(commands)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -100,6 +101,32 @@ def run_sample(options) -> str:
     from .sampling import sample
 
     return sample(**{name: value for name, value in vars(options).items() if name not in ("command", "run")})
+
+
+def add_publish(commands):
+    parser = commands.add_parser(
+        "publish",
+        help="push a model or pipeline to the Hub, after proving that it loads from there",
+        description="Stages what a repository should hold, proves in a process without this package that it loads and gives "
+        "what the source gives, and pushes it in one commit. Refuses pickles, keys and tokens, paths of this machine, and "
+        "cards whose numbers nobody measured.",
+        epilog="examples:\n  hf-decayed publish outputs/mae --repo_id user/decayed-mae --dry_run\n  hf-decayed publish "
+        "outputs/uvit --repo_id user/decayed-uvit --private",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="folder of a model or a pipeline")
+    parser.add_argument("--repo_id", required=True, metavar="USER/NAME")
+    parser.add_argument("--private", action="store_true", help="a new repository is nobody else's to see")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to push to; made if there is none")
+    parser.add_argument("--message", help="of the commit")
+    parser.add_argument("--dry_run", action="store_true", help="stage and prove, list every file, push nothing")
+    parser.set_defaults(run=run_publish)
+
+
+def run_publish(options) -> str:
+    from .publishing import publish
+
+    return publish(**{name: value for name, value in vars(options).items() if name not in ("command", "run")})
 
 
 def field_and_value(text: str) -> tuple[str, object]:

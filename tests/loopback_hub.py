@@ -35,6 +35,8 @@ class HubHandler(BaseHTTPRequestHandler):
             repository = f"{wanted.get('organization') or 'user'}/{wanted['name']}"
             Path(self.server.root, repository).mkdir(parents=True, exist_ok=True)
             answer = {"url": f"{self.server.url}/{repository}", "name": repository, "id": repository}
+        elif parts[4:5] == ["branch"]:
+            answer = {}  # all branches are one
         elif parts[1:] == ["validate-yaml"]:
             answer = {"errors": [], "warnings": []}
         elif parts[4:5] == ["paths-info"]:

@@ -127,7 +127,7 @@ def test_every_grid_describes_models(grid):
             make(options.size, **options.fields)
 
 
-def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
+def test_commands_run(tmp_path, monkeypatch, capsys):
     """Every `hf-decayed` line, on small files of the names and kinds it speaks of."""
     monkeypatch.chdir(tmp_path)
     sizes = {"width": 384, "decoder_width": 512, "patch": 16, "grid": 2}
@@ -140,10 +140,14 @@ def test_conversion_commands_run(tmp_path, monkeypatch, capsys):
     network = DecayedUViT2DModel(sample_size=8, hidden_size=32, num_layers=2, num_attention_heads=2)
     DecayedUViTPipeline(network, DPMSolverMultistepScheduler()).save_pretrained("outputs/uvit")
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-decayed")]
-    assert [line.split()[1] for line in lines] == ["sample"] + 7 * ["convert"]
-    for line in lines:
+    assert [line.split()[1] for line in lines] == ["sample"] + 7 * ["convert"] + 2 * ["publish"]
+    model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))
+    model.save_pretrained("outputs/mae")
+    Path("outputs/mae/README.md").write_text("---\nlibrary_name: transformers\n---\n")
+    said = {"convert": "written to", "sample": "36 samples", "publish": "nothing was pushed to user/decayed-mae"}
+    for line in lines[:-1]:  # the last would push; tests/test_publishing.py does
         assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
-        assert ("written to" if "convert" in line else "36 samples") in capsys.readouterr().out
+        assert said[line.split()[1]] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["models", "data", "training", "eval", "diffusion"])

@@ -1,0 +1,276 @@
+"""From a folder that a script or `save_pretrained` made to a repository on the Hub: staged, proved, pushed.
+
+    hf-decayed publish outputs/mae --repo_id user/decayed-mae --dry_run
+    hf-decayed publish outputs/mae --repo_id user/decayed-mae
+
+Staged is what a repository should hold and nothing of this machine. Proved is that the staged folder loads in a process that
+cannot import this package and gives what the source gives. Pushed is all of it, in one commit.
+"""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file
+
+
+# What runs leave beside the model: it stays here.
+STAYS_HERE = {"checkpoints", "arguments.json", "mae", "uvit", "sit", "reconstructions", "samples", "evaluated", "runs"}
+PUBLISHED = {".safetensors", ".json", ".jsonl", ".py", ".md", ".png", ".txt", ".yaml"}
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy"}
+KEY_FILES = re.compile(
+    r"^(\.env.*|\.netrc|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|key|p12|pfx)|.*token.*)$", re.IGNORECASE
+)
+# A tokenizer's files are no secrets.
+NO_KEY_FILES = re.compile(r"^(tokenizer.*|special_tokens_map|added_tokens)\.json$")
+SECRETS = {
+    "a Hugging Face token": re.compile(r"\bhf_[A-Za-z0-9]{20,}"),
+    "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
+    "an access key of AWS": re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
+    "a token of GitHub": re.compile(r"\bgh[pousr]_[A-Za-z0-9]{30,}"),
+    "a key of an API": re.compile(r"\bsk-[A-Za-z0-9_-]{20,}"),
+}
+LOCAL_PATH = re.compile(
+    r"^(/[^/\s]+/|~/|[A-Za-z]:[\\/])|(^|[\s=/\\])\.\.[\\/]|(\s|=)/(home|root|Users|tmp|mnt|work|data)/"
+)
+
+
+class PublishingError(ValueError):
+    """What stands in the way, in one sentence."""
+
+
+def publish(
+    model_dir: str | os.PathLike,
+    repo_id: str,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    dry_run: bool = False,
+) -> str:
+    """Stages, proves and pushes; returns what was done, or with `dry_run` what would be pushed.
+
+    Nothing in `model_dir` is changed. A push that fails leaves nothing half done: the files come in one commit, and the
+    same command can be given again.
+    """
+    source = Path(model_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        staged = Path(folder) / "repository"
+        stage(source, staged)
+        refuse_unfit(staged)
+        difference = prove(source, staged, Path(folder))
+        files = sorted(path for path in staged.rglob("*") if path.is_file())
+        listing = "\n".join(f"{size_of(path):>10}  {path.relative_to(staged).as_posix()}" for path in files)
+        proof = f"loads without hf_decayed and gives what the source gives (largest difference {difference:.1e})"
+        if dry_run:
+            return f"{listing}\n{len(files)} files, {proof}; nothing was pushed to {repo_id}"
+        try:
+            api = HfApi()
+            name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if revision:
+                api.create_branch(name, branch=revision, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=name,
+                folder_path=staged,
+                revision=revision,
+                commit_message=message or f"Publish {name.split('/')[-1]}",
+            )
+        except Exception as error:  # the client raises whatever its HTTP library does
+            raise PublishingError(f"Not pushed to '{repo_id}', where no file was changed: {error}") from error
+    return f"{listing}\n{len(files)} files, {proof}; pushed to {name}: pin revision {commit.oid}"
+
+
+def stage(source: Path, staged: Path) -> None:
+    """Copies what a repository should hold; what it should not is refused by name, or stays here if runs leave it."""
+    if not (source / "config.json").exists() and not (source / "model_index.json").exists():
+        raise PublishingError(f"'{source}' holds neither a model (config.json) nor a pipeline (model_index.json).")
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source)
+        hidden = any(part.startswith(".") and not KEY_FILES.match(part) for part in name.parts)
+        if path.is_dir() or name.parts[0] in STAYS_HERE or hidden or "__pycache__" in name.parts:
+            continue
+        if KEY_FILES.match(path.name) and not NO_KEY_FILES.match(path.name):
+            raise PublishingError(f"'{name}' looks like a file of keys or tokens: move it out of '{source}'.")
+        if path.suffix.lower() in PICKLES:
+            raise PublishingError(
+                f"'{name}' is a pickle, or may be one, and runs code when it is loaded: save weights as safetensors, and "
+                "move it out."
+            )
+        if path.suffix.lower() not in PUBLISHED and path.name not in ("LICENSE", "NOTICE"):
+            raise PublishingError(f"'{name}' is nothing that a model repository holds: move it out of '{source}'.")
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, staged / name)
+    if not list(staged.rglob("*.safetensors")):
+        raise PublishingError(f"'{source}' holds no weights (.safetensors).")
+    for module in modules_of(staged):
+        if not list(staged.rglob(f"{module}.py")):  # a component's lies in the component's folder
+            raise PublishingError(f"'{module}.py', which the config names, is missing: save the model again.")
+    if not (staged / "LICENSE").exists():  # the code's; the card says the weights'
+        here = Path(__file__).parents[1] / "LICENSE"  # of a clone; of an installed package it lies in the metadata
+        installed = importlib.metadata.distribution("hf_decayed").read_text("licenses/LICENSE")
+        (staged / "LICENSE").write_text(here.read_text() if here.exists() else installed)
+    if not (staged / "README.md").exists():
+        raise PublishingError(f"'{source}' has no card: write a README.md, or train with a script, which writes one.")
+
+
+def modules_of(staged: Path) -> set[str]:
+    """Code files that the repository's own config names."""
+    config = next(staged / name for name in ("model_index.json", "config.json") if (staged / name).exists())
+    content = json.loads(config.read_text())
+    found = {value.rpartition(".")[0] for value in content.get("auto_map", {}).values() if value}
+    if isinstance(content.get("_class_name"), list):
+        found.add(content["_class_name"][0])
+    if not found:
+        raise PublishingError(
+            f"'{config.name}' names no code, so nobody could load it without this package: save the model with "
+            "`save_pretrained` of hf_decayed."
+        )
+    return {module.rpartition("--")[2] for module in found}
+
+
+def refuse_unfit(staged: Path) -> None:
+    """Secrets, paths of this machine, and numbers that nobody measured."""
+    for path in sorted(staged.rglob("*")):
+        if path.is_dir() or path.suffix in (".safetensors", ".png"):
+            continue
+        text, name = path.read_text(errors="replace"), path.relative_to(staged)
+        for kind, pattern in SECRETS.items():
+            if pattern.search(text):
+                raise PublishingError(f"'{name}' holds {kind}: take it out, and withdraw it if others have seen it.")
+        if path.suffix in (".json", ".jsonl"):
+            for line in [text] if path.suffix == ".json" else text.splitlines():
+                for key, value in strings_of(json.loads(line)):
+                    if LOCAL_PATH.search(value):
+                        raise PublishingError(f"'{name}' holds a path of this machine under {key}: {value!r}.")
+    check_card(staged)
+
+
+def strings_of(value, key: str = "the top") -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from strings_of(each, f"'{name}'")
+    elif isinstance(value, list):
+        for each in value:
+            yield from strings_of(each, key)
+
+
+def numbers_of(value) -> Iterator[float]:
+    if isinstance(value, bool):
+        return
+    if isinstance(value, (int, float)):
+        yield float(value)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from numbers_of(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers_of(each)
+
+
+def check_card(staged: Path) -> None:
+    """Every number in a table of the card, and in its metadata's results, is in a results file, as it is or in per cent."""
+    try:
+        card = ModelCard.load(staged / "README.md")
+    except Exception as error:  # YAML's own, and the client's
+        raise PublishingError(f"The card's metadata cannot be read: {error}") from error
+    if not card.data.to_dict():
+        raise PublishingError("The card has no metadata: begin README.md with a block between lines of '---'.")
+    files = [*staged.glob("results*.json"), *staged.glob("results/*.json"), *staged.glob("evaluation*.json")]
+    measured = [number for file in files for number in numbers_of(json.loads(file.read_text()))]
+    rows = [line for line in card.text.splitlines() if line.lstrip().startswith("|")]
+    claimed = [number for row in rows for number in re.findall(r"(?<![\w.])-?\d+\.\d+(?![\w.])", row)]
+    claimed += [str(result.metric_value) for result in card.data.eval_results or []]
+    for number in claimed:
+        digits = len(number.partition(".")[2])
+        if not any(
+            abs(scale * value - float(number)) <= 0.5000001 * 10**-digits for value in measured for scale in (1, 100)
+        ):
+            raise PublishingError(
+                f"The card says {number}, which no results file does: README.md shows what was measured."
+            )
+
+
+PROGRAM = """
+import sys
+sys.modules["hf_decayed"] = None  # whoever loads this has no such package
+import torch
+from safetensors.torch import save_file
+folder, output, kind = sys.argv[1:]
+torch.manual_seed(0)
+if kind == "pipeline":
+    from diffusers import DiffusionPipeline
+    pipeline = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+    pipeline.set_progress_bar_config(disable=True)
+    result = pipeline(batch_size=2, num_inference_steps=3, generator=torch.Generator().manual_seed(0), output_type="pt")
+    result = result.images
+else:
+    from transformers import AutoModel
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    size = getattr(model.config, "image_size", 224)
+    size = size if isinstance(size, (list, tuple)) else (size, size)
+    images = torch.randn(2, model.config.num_channels, *size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        result = model(images).last_hidden_state
+save_file({"result": result.float().contiguous()}, output)
+"""
+
+
+def prove(source: Path, staged: Path, folder: Path) -> float:
+    """Loads the staged folder where this package cannot be imported; the largest difference to what the source gives."""
+    kind = "pipeline" if (staged / "model_index.json").exists() else "model"
+    expected = of_source(source, kind)
+    output = folder / "result.safetensors"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_TOKEN")}
+    environment |= {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(staged), str(output), kind],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode != 0:
+        last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise PublishingError(f"The staged folder does not load without this package: {last}")
+    found = load_file(output)["result"]
+    difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("nan")
+    if not difference <= 1e-5 * max(1.0, float(expected.abs().max())):
+        raise PublishingError(
+            f"The staged folder gives something else than '{source}' (largest difference {difference:.1e}): its code or "
+            "its weights are not those of this package; save the model again."
+        )
+    return difference
+
+
+@torch.no_grad()
+def of_source(source: Path, kind: str) -> torch.Tensor:
+    """What the source gives, with the classes of this package."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "pipeline":
+        from .sampling import load_pipeline
+
+        pipeline = load_pipeline(str(source))
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline(batch_size=2, num_inference_steps=3, generator=generator, output_type="pt").images.float()
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(source).eval()
+    size = getattr(model.config, "image_size", 224)
+    size = size if isinstance(size, (list, tuple)) else (size, size)
+    images = torch.randn(2, model.config.num_channels, *size, generator=generator)
+    return model(images).last_hidden_state.float()
+
+
+def size_of(path: Path) -> str:
+    size = path.stat().st_size
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"

@@ -1,0 +1,152 @@
+"""Publishing: what is pushed loads without this package and is what was trained; what should not be seen is not pushed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import TINY_SIZES, random_weights
+from diffusers import DPMSolverMultistepScheduler
+from loopback_hub import COMMIT, serve
+
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed.cli import main
+from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
+from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
+from hf_decayed.publishing import PublishingError, prove, refuse_unfit, stage
+
+
+CARD = """---
+library_name: transformers
+tags:
+- hf_decayed
+---
+
+# A model
+
+| kNN | rank |
+|---|---|
+| 57.5 % | 0.67 |
+"""
+
+
+def trained(folder, pipeline=False):
+    """A folder as the scripts leave it, with all that should stay here."""
+    if pipeline:
+        unet = DecayedUViT2DModel(sample_size=8, hidden_size=32, num_layers=2, num_attention_heads=2, num_classes=3)
+        DecayedUViTPipeline(random_weights(unet), DPMSolverMultistepScheduler()).save_pretrained(folder)
+    else:
+        random_weights(DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))).save_pretrained(folder)
+    (folder / "README.md").write_text(CARD)
+    (folder / "results.json").write_text(json.dumps({"knn_accuracy": 0.5751, "deep": [{"effective_rank": 0.6712}]}))
+    (folder / "arguments.json").write_text(json.dumps({"output_dir": "/home/me/outputs"}))
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    (folder / "checkpoints" / "step-1" / "optimizer.bin").write_bytes(b"a pickle")
+    return folder
+
+
+def publish_on(server, cache, *flags):
+    variables = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache), "HF_TOKEN": "hf_secret"}
+    command = [sys.executable, "-m", "hf_decayed.cli", "publish", *map(str, flags)]
+    result = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+    return result, variables
+
+
+LOADING = {
+    "model": "from transformers import AutoModel; AutoModel.from_pretrained('user/mine', trust_remote_code=True, "
+    f"revision='{COMMIT}')",
+    "pipeline": "from diffusers import DiffusionPipeline; "
+    "p = DiffusionPipeline.from_pretrained('user/mine', trust_remote_code=True); p(1, num_inference_steps=2)",
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["model", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_published_and_loaded_by_name(kind, tmp_path):
+    folder = trained(tmp_path / "out", kind == "pipeline")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    (tmp_path / "hub").mkdir()
+    with serve(tmp_path / "hub") as server:
+        result, variables = publish_on(
+            server, tmp_path / "cache", folder, "--repo_id", "user/mine", "--revision", "main"
+        )
+        assert result.returncode == 0, result.stderr
+        assert f"pushed to user/mine: pin revision {COMMIT}" in result.stdout
+        program = f"import sys; sys.modules['hf_decayed'] = None; {LOADING[kind]}"
+        subprocess.run([sys.executable, "-c", program], env={**os.environ, **variables}, cwd=tmp_path, check=True)
+    pushed = {
+        path.relative_to(tmp_path / "hub/user/mine").as_posix() for path in (tmp_path / "hub/user/mine").rglob("*")
+    }
+    assert {"README.md", "LICENSE", "results.json"} <= pushed
+    assert not any("checkpoints" in name or "arguments" in name for name in pushed)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    # The server is gone: a sentence, and the command can be given again.
+    if kind == "model":
+        gone, _ = publish_on(server, tmp_path / "cache", folder, "--repo_id", "user/mine")
+        assert gone.returncode == 2
+        last = gone.stderr.strip().splitlines()[-1]
+        assert last.startswith("hf-decayed publish: Not pushed to 'user/mine', where no file was changed: ")
+
+
+@pytest.mark.slow
+def test_what_would_be_pushed_is_listed(tmp_path, capsys):
+    folder = trained(tmp_path / "out")
+    assert main(["publish", str(folder), "--repo_id", "user/mine", "--dry_run"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "model.safetensors" in printed and "modeling_decayed_vit_mae.py" in printed and "0.1 kB  README.md" in printed
+    )
+    assert "largest difference 0.0e+00" in printed and "nothing was pushed to user/mine" in printed
+
+
+@pytest.mark.parametrize(
+    "name, content, sentence",
+    [
+        ("weights.bin", "x", "'weights.bin' is a pickle"),
+        (".env", "x", "'.env' looks like a file of keys or tokens"),
+        ("id_rsa", "x", "'id_rsa' looks like a file of keys or tokens"),
+        ("my_token.txt", "x", "'my_token.txt' looks like a file of keys or tokens"),
+        ("notes.md", f"my hf_{'a' * 34}", "'notes.md' holds a Hugging Face token"),
+        ("more.json", '{"key": "-----BEGIN RSA PRIVATE KEY-----"}', "'more.json' holds a private key"),
+        (
+            "more.json",
+            '{"data": {"from": "/home/me/images"}}',
+            "a path of this machine under 'from': '/home/me/images'",
+        ),
+        ("more.jsonl", '{"a": "x"}\n{"from": "../images"}', "'more.jsonl' holds a path of this machine under 'from'"),
+        ("more.json", '{"command": "mae.py --dataset_path /data/x"}', "a path of this machine under 'command'"),
+        ("video.mp4", "x", "'video.mp4' is nothing that a model repository holds"),
+        ("README.md", CARD.replace("57.5", "63.9"), "The card says 63.9, which no results file does"),
+        ("README.md", "# A model", "The card has no metadata"),
+    ],
+)
+def test_refused(name, content, sentence, tmp_path):
+    folder = trained(tmp_path / "out")
+    (folder / name).write_text(content)
+    with pytest.raises(PublishingError, match=sentence.replace("(", ".").replace(")", ".")):
+        stage(folder, tmp_path / "staged")
+        refuse_unfit(tmp_path / "staged")
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    folder = trained(tmp_path / "out")
+    for name, sentence in (
+        ("README.md", "has no card"),
+        ("modeling_decayed_vit_mae.py", "'modeling_decayed_vit_mae.py', which the config names, is missing"),
+        ("model.safetensors", "holds no weights"),
+        ("config.json", "holds neither a model"),
+    ):
+        (folder / name).unlink()
+        with pytest.raises(PublishingError, match=sentence):
+            stage(folder, tmp_path / f"without {name}")
+
+
+@pytest.mark.slow
+def test_code_that_does_something_else_is_found_out(tmp_path):
+    folder = trained(tmp_path / "out")
+    stage(folder, tmp_path / "staged")
+    code = tmp_path / "staged" / "modeling_decayed_vit_mae.py"
+    code.write_text(code.read_text().replace("hidden_states, alpha=alpha)", "hidden_states, alpha=0.5 * alpha)"))
+    with pytest.raises(PublishingError, match="gives something else than"):
+        prove(folder, tmp_path / "staged", tmp_path)
