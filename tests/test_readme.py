@@ -30,6 +30,7 @@ from hf_decayed import (
     DecayedUViT2DModel,
     DecayedUViTPipeline,
     DecayedViTMAEConfig,
+    DecayedViTMAEForPreTraining,
 )
 from hf_decayed.cli import main
 
