@@ -16,6 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_convert(commands)
     add_sample(commands)
+    add_card(commands)
     add_publish(commands)
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -101,6 +102,28 @@ def run_sample(options) -> str:
     from .sampling import sample
 
     return sample(**{name: value for name, value in vars(options).items() if name not in ("command", "run")})
+
+
+def add_card(commands):
+    parser = commands.add_parser(
+        "card",
+        help="write the card of a model or pipeline from its results",
+        description="Writes README.md of a folder: what it is, how to use it, how it was trained (results.json), what was "
+        "measured (results/*.json, from training/evaluate.py), limits, licence, citation, and metadata for the Hub.",
+        epilog="example:\n  python training/evaluate.py outputs/mae --output outputs/mae/results/fashion_mnist.json\n  "
+        "hf-decayed card outputs/mae --repo_id user/decayed-mae --license apache-2.0",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="MODEL_DIR", help="folder of a model or a pipeline")
+    parser.add_argument("--repo_id", metavar="USER/NAME", help="for the lines that show how to use it")
+    parser.add_argument("--license", dest="licence", help="of the weights, as the Hub names it, such as apache-2.0")
+    parser.set_defaults(run=run_card)
+
+
+def run_card(options) -> str:
+    from .cards import write_card
+
+    return f"written: {write_card(options.folder, options.repo_id, options.licence)}"
 
 
 def add_publish(commands):

@@ -178,6 +178,15 @@ def share_cores(accelerator: Accelerator, threads: int | None = None) -> None:
         torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
 
 
+def hardware(accelerator: Accelerator) -> str:
+    """Of all processes, if they are alike."""
+    number, device = accelerator.num_processes, accelerator.device
+    if device.type == "cpu":
+        return f"{number * torch.get_num_threads()} threads of a CPU ({platform.machine()})"
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{number} x {kind}"
+
+
 def versions() -> dict[str, str]:
     return {
         "hf_decayed": __version__,

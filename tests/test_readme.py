@@ -141,11 +141,15 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
     network = DecayedUViT2DModel(sample_size=8, hidden_size=32, num_layers=2, num_attention_heads=2)
     DecayedUViTPipeline(network, DPMSolverMultistepScheduler()).save_pretrained("outputs/uvit")
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-decayed")]
-    assert [line.split()[1] for line in lines] == ["sample"] + 7 * ["convert"] + 2 * ["publish"]
+    assert [line.split()[1] for line in lines] == ["sample"] + 7 * ["convert"] + ["card"] + 2 * ["publish"]
     model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))
     model.save_pretrained("outputs/mae")
-    Path("outputs/mae/README.md").write_text("---\nlibrary_name: transformers\n---\n")
-    said = {"convert": "written to", "sample": "36 samples", "publish": "nothing was pushed to user/decayed-mae"}
+    said = {
+        "convert": "written to",
+        "card": "written: ",
+        "sample": "36 samples",
+        "publish": "nothing was pushed to user/decayed-mae",
+    }
     for line in lines[:-1]:  # the last would push; tests/test_publishing.py does
         assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
         assert said[line.split()[1]] in capsys.readouterr().out

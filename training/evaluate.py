@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 import hf_decayed  # noqa: F401, registers our classes with AutoModel
+from hf_decayed.cards import as_text, table
 from hf_decayed.data import DataError, MiddleOfImages, hold_out, some
 from hf_decayed.evaluation import PROTOCOLS, effective_rank, generation, knn_accuracy, linear_probe
 from hf_decayed.evaluation.features import (
@@ -495,23 +496,6 @@ def tables(results: dict) -> list[str]:
         if pixels:
             lines += [f"raw pixels: {as_text(metric, pixels[metric])}", ""]
     return lines
-
-
-def table(rows: dict[str, dict[str, float]]) -> str:
-    columns = [name for name in next(iter(rows.values())) if not name.endswith("_spread")]
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
-    for name, row in rows.items():
-        cells = [as_text(each, row[each], row.get(f"{each}_spread")) for each in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def as_text(metric: str, value: float, spread: float | None = None) -> str:
-    if metric.endswith("accuracy"):
-        return f"{100 * value:.1f} %"
-    if spread is not None:
-        return f"{value:.3g} +- {spread:.2g}"
-    return f"{value:.2f}"
 
 
 def hash_of(value) -> str:

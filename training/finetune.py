@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration, set_seed
-from huggingface_hub import ModelCard
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEForImageClassification
 from hf_decayed.augmentation import mixup_cutmix, random_erasing
+from hf_decayed.cards import write_card
 from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.data import (
     Augmentation,
@@ -47,6 +47,7 @@ from hf_decayed.runs import (
     add_data_arguments,
     boolean,
     flags_without_paths,
+    hardware,
     identity_of,
     leave_signals_to_the_parent,
     load_labelled_images,
@@ -331,12 +332,13 @@ def main():
             "seed": options.seed,
             "processes": accelerator.num_processes,
             "precision": accelerator.mixed_precision,
+            "hardware": hardware(accelerator),
             "versions": versions(),
         }
         final.save_pretrained(options.output_dir)
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         save_curves(options.output_dir / "curves.png", log.records())
-        card(config, results).save(options.output_dir / "README.md")
+        write_card(options.output_dir)
         print(f"accuracy {100 * results['accuracy']:.1f} %, loss {results['loss']:.4f}, {results['seconds']:.0f} s")
         print(f"model, results.json, curves.png: {options.output_dir}")
     accelerator.end_training()
@@ -370,33 +372,6 @@ def accuracy(model, images, labels, normalisation: dict, accelerator) -> dict[st
         counts += torch.stack([hits[:, 0].sum(), hits.any(dim=1).sum()])
     first, five = (accelerator.reduce(counts, "sum") / len(labels)).tolist()
     return {"accuracy": first, "accuracy_top5": five}
-
-
-def card(config, results: dict) -> ModelCard:
-    return ModelCard(
-        f"""---
-library_name: transformers
-pipeline_tag: image-classification
-tags:
-- hf_decayed
----
-
-# Image classifier, shortcut_decay {config.shortcut_decay}
-
-Fine-tuned on {results["dataset"]["name"]} ({results["dataset"]["number"]} images) with
-
-    {results["command"]}
-
-```python
-from transformers import AutoModelForImageClassification
-
-model = AutoModelForImageClassification.from_pretrained("path/or/repository", trust_remote_code=True)  # pin `revision`
-```
-
-Accuracy on held-out images: {100 * results["accuracy"]:.1f} % (first five: {100 * results["accuracy_top5"]:.1f} %). Every
-figure is in `results.json`, with versions, seed and the data's fingerprint.
-"""
-    )
 
 
 if __name__ == "__main__":

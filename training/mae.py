@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType, ProjectConfiguration, gather_object, set_seed
-from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed.cards import write_card
 from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.cli import field_and_value
 from hf_decayed.data import (
@@ -51,6 +51,7 @@ from hf_decayed.runs import (
     add_data_arguments,
     boolean,
     flags_without_paths,
+    hardware,
     identity_of,
     leave_signals_to_the_parent,
     load_images,
@@ -423,12 +424,13 @@ def main():
             "seed": options.seed,
             "processes": accelerator.num_processes,
             "precision": accelerator.mixed_precision,
+            "hardware": hardware(accelerator),
             "versions": versions(),
         }
         final.save_pretrained(options.output_dir, state_dict=whole_weights)
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         save_curves(options.output_dir / "curves.png", log.records())
-        card(config, results).save(options.output_dir / "README.md")
+        write_card(options.output_dir)
         print(summary(results))
         print(f"model, results.json, reconstructions.png, curves.png: {options.output_dir}")
         if repository:
@@ -510,38 +512,6 @@ def summary(results: dict) -> str:
             f"effective_rank           {results['effective_rank']:.3f} (untrained {results['effective_rank_untrained']:.3f})",
             f"time                     {results['seconds']:.0f} s, {results['steps']} steps",
         ]
-    )
-
-
-def card(config, results: dict) -> ModelCard:
-    return ModelCard(
-        f"""---
-library_name: transformers
-pipeline_tag: image-feature-extraction
-tags:
-- masked-autoencoder
-- hf_decayed
----
-
-# Masked autoencoder, shortcut_decay {config.shortcut_decay}
-
-Pretrained on {results["dataset"]["name"]} ({results["dataset"]["used"]}) with
-
-    {results["command"]}
-
-```python
-from transformers import AutoModel
-
-encoder = AutoModel.from_pretrained("path/or/repository", trust_remote_code=True)  # pin `revision` on the Hub
-```
-
-```
-{summary(results)}
-```
-
-kNN: k = 20, cosine similarity, votes weighted by exp(similarity / 0.07), on features pooled by `{config.pooling}`. Every
-figure is in `results.json`, with versions, seed and the data's fingerprint.
-"""
     )
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_decayed import DecayedResNetConfig, DecayedResNetForImageClassification
+from hf_decayed.cards import write_card
 from hf_decayed.cli import field_and_value
 from hf_decayed.data import (
     Augmentation,
@@ -41,6 +42,7 @@ from hf_decayed.runs import (
     boolean,
     clear_finished_run,
     flags_without_paths,
+    hardware,
     identity_of,
     leave_signals_to_the_parent,
     load_labelled_images,
@@ -217,6 +219,7 @@ def main():
             "seed": options.seed,
             "processes": training_arguments.world_size,
             "precision": options.mixed_precision,
+            "hardware": hardware(trainer.accelerator),
             "versions": versions(),
         }
         records = sorted(losses + looks, key=lambda each: each["step"])
@@ -225,6 +228,7 @@ def main():
         processor.save_pretrained(options.output_dir)
         save_curves(options.output_dir / "curves.png", records)
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        write_card(options.output_dir)
         print(
             f"accuracy {100 * results['accuracy']:.1f} %, effective rank {results['effective_rank']:.2f}, "
             f"loss {results['loss']:.4f}, {results['seconds']:.0f} s"

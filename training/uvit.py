@@ -19,11 +19,11 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration, set_seed
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
-from huggingface_hub import ModelCard
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
+from hf_decayed.cards import write_card
 from hf_decayed.checkpoints import save_checkpoint
 from hf_decayed.cli import field_and_value
 from hf_decayed.data import DataError, EpochBatches, as_it_is, some
@@ -40,6 +40,7 @@ from hf_decayed.runs import (
     boolean,
     class_names_of,
     flags_without_paths,
+    hardware,
     identity_of,
     leave_signals_to_the_parent,
     load_images,
@@ -354,47 +355,18 @@ def main():
             "seed": options.seed,
             "processes": accelerator.num_processes,
             "precision": accelerator.mixed_precision,
+            "hardware": hardware(accelerator),
             "versions": versions(),
         }
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         save_curves(options.output_dir / "curves.png", log.records())
-        card(config, results).save(options.output_dir / "README.md")
+        write_card(options.output_dir)
         distances = "".join(f", {name} {value:.2f}" for name, value in measured.items())
         print(f"loss {results['loss']:.4f}{distances}, {results['seconds']:.0f} s")
         print(f"pipeline, results.json, samples.png, curves.png: {options.output_dir}")
         if repository:
             upload_run(repository, options.output_dir, trackers="uvit")
     accelerator.end_training()
-
-
-def card(config, results: dict) -> ModelCard:
-    distances = {name: value for name, value in results.items() if name.startswith("frechet_")}
-    figures = "; ".join(f"`{name}` {value:.2f}" for name, value in distances.items())
-    return ModelCard(
-        f"""---
-library_name: diffusers
-pipeline_tag: unconditional-image-generation
-tags:
-- hf_decayed
----
-
-# U-ViT, shortcut_decay {config.shortcut_decay}
-
-Trained on {results["dataset"]["name"]} ({results["dataset"]["number"]} images) with
-
-    {results["command"]}
-
-```python
-from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("path/or/repository", trust_remote_code=True)  # pin `revision` on the Hub
-pipeline(batch_size=4, num_inference_steps={results["sampling"]["steps"]}).images[0]
-```
-
-{figures or "No distance was measured."} Features are pixels averaged to 8 x 8, so this is no FID. Every figure is in
-`results.json`, with versions, seed and the data's fingerprint.
-"""
-    )
 
 
 if __name__ == "__main__":

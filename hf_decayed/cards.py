@@ -1,0 +1,234 @@
+"""The card of a model, made of what lies in its folder: config, `results.json` of its training, evaluations under `results/`.
+
+    python training/evaluate.py outputs/mae --output outputs/mae/results/cifar100.json
+    hf-decayed card outputs/mae --repo_id user/decayed-mae
+
+Numbers come from those files and from nowhere else.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from safetensors import safe_open
+
+
+TEMPLATE = Path(__file__).with_name("card_template.md")
+
+# Class in the config -> what it is, library, task.
+KINDS = {
+    "DecayedViTMAEForPreTraining": ("masked autoencoder", "transformers", "image-feature-extraction"),
+    "DecayedViTMAEModel": ("encoder of a masked autoencoder", "transformers", "image-feature-extraction"),
+    "DecayedViTMAEForImageClassification": ("image classifier", "transformers", "image-classification"),
+    "DecayedResNetForImageClassification": ("residual image classifier", "transformers", "image-classification"),
+    "DecayedUViTPipeline": ("U-ViT that generates images", "diffusers", "unconditional-image-generation"),
+    "DecayedSiTPipeline": ("SiT that generates images", "diffusers", "unconditional-image-generation"),
+}
+# Figures that the training scripts write themselves.
+OWN_FIGURES = {
+    "loss": "training loss, of the last steps",
+    "knn_accuracy": "kNN accuracy on held-out images",
+    "knn_accuracy_pixels": "the same of raw pixels",
+    "knn_accuracy_untrained": "the same of the untrained network",
+    "accuracy": "accuracy on held-out images",
+    "accuracy_top5": "accuracy, first five",
+    "effective_rank": "effective rank (entropy) of held-out features",
+}
+LIMITS = {
+    "image-feature-extraction": "Features for nearest neighbours, probes and fine-tuning of images like those it was trained "
+    "on; nothing else was tried. Not for contrastive training, which needs features of high rank; the paper reports that "
+    "the decay does not help there, and that a decay of 0.4 or less trains unstably.",
+    "image-classification": "It knows the classes and the kind of images that it was trained on; confident answers about "
+    "other images mean nothing.",
+    "unconditional-image-generation": "It draws images like those it was trained on, as well as the figures above say and no "
+    "better. It may reproduce training images closely; do not take its images for photographs of anything.",
+}
+BIAS = "It repeats the biases of its training data, which were not looked into."
+
+
+def write_card(folder: str | Path, repo_id: str | None = None, licence: str | None = None) -> Path:
+    """Writes `README.md` of a folder; `licence` is that of the weights, kept from an earlier card when not given."""
+    folder = Path(folder)
+    path = folder / "README.md"
+    card = render_card(folder, repo_id, licence or licence_of(path))
+    path.write_text(str(card).rstrip() + "\n")
+    return path
+
+
+def render_card(folder: Path, repo_id: str | None, licence: str | None) -> ModelCard:
+    kind, config, index = describe(folder)
+    noun, library, task = KINDS[kind]
+    decay = config["shortcut_decay"]
+    results = read(folder / "results.json")
+    evaluations = [read(file) for file in sorted((folder / "results").glob("*.json"))]
+    name = repo_id or "path/or/repository"
+    title = f"{noun[0].upper()}{noun[1:]}, shortcut_decay {decay:g}"
+    data = ModelCardData(
+        language=None,
+        license=licence,
+        library_name=library,
+        pipeline_tag=task,
+        tags=["hf_decayed", "decayed-identity-shortcuts"],
+        model_name=repo_id.split("/")[-1] if repo_id else title,
+        eval_results=metadata_of(evaluations, task) or None,
+    )
+    figures = [own_table(results)] if own_table(results) else []
+    figures += [evaluation_text(evaluation) for evaluation in evaluations]
+    return ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        title=title,
+        description=f"{'An' if noun[0] in 'aeio' else 'A'} {noun}{trained_on(results)}.",
+        decay=decay,
+        parameters=parameters_of(folder),
+        usage=usage(kind, config, index, name, results),
+        training=training_text(results),
+        evaluations=figures,
+        limits=f"{LIMITS[task]} {BIAS}",
+        licence=f"Weights: {licence or 'no licence was given'}. Code: Apache-2.0.",
+    )
+
+
+def describe(folder: Path) -> tuple[str, dict, dict]:
+    """The class, the config of the network, and a pipeline's index."""
+    index = read(folder / "model_index.json")
+    if index:
+        kind = index["_class_name"][-1] if isinstance(index["_class_name"], list) else index["_class_name"]
+        config = read(folder / ("unet" if "unet" in index else "transformer") / "config.json")
+    else:
+        config = read(folder / "config.json")
+        kind = (config.get("architectures") or ["nothing"])[0]
+    if kind not in KINDS:
+        raise ValueError(f"'{folder}' holds no model or pipeline of ours ({kind}), so there is no card to make.")
+    return kind, config, index
+
+
+def usage(kind: str, config: dict, index: dict, name: str, results: dict) -> str:
+    """Three lines, and what they import."""
+    if kind.endswith("Pipeline"):
+        sampling = results.get("sampling", {"steps": 50, "guidance_scale": 1.0})
+        names = list((index.get("id2label") or {}).values())
+        wanted = f"[{names[0]!r}]" if names else "[0]" if config.get("num_classes") else ""
+        guidance = (
+            f", guidance_scale={sampling['guidance_scale']}" if wanted and sampling["guidance_scale"] != 1 else ""
+        )
+        arguments = f"{wanted}{guidance}{', ' if wanted else ''}num_inference_steps={sampling['steps']}"
+        return (
+            "from diffusers import DiffusionPipeline\n\n"
+            f'pipeline = DiffusionPipeline.from_pretrained("{name}", trust_remote_code=True)  # pin `revision`\n'
+            f"image = pipeline({arguments}).images[0]"
+        )
+    grey = config.get("num_channels") == 1
+    imports = "import numpy as np\n" if grey else ""
+    image = 'np.asarray(image.convert("L"))[..., None], input_data_format="channels_last"' if grey else "image"
+    auto, output = (
+        ("AutoModelForImageClassification", "logits") if "Classification" in kind else ("AutoModel", "pooler_output")
+    )
+    return (
+        f"{imports}from transformers import AutoImageProcessor, {auto}\n\n"
+        f'processor = AutoImageProcessor.from_pretrained("{name}")\n'
+        f'model = {auto}.from_pretrained("{name}", trust_remote_code=True)  # pin `revision`\n'
+        f'{output} = model(**processor({image}, return_tensors="pt")).{output}'
+    )
+
+
+def trained_on(results: dict) -> str:
+    dataset = results.get("dataset") or {}
+    return f", trained on {dataset['name']}" if dataset.get("name") else ""
+
+
+def training_text(results: dict) -> str:
+    if "command" not in results:
+        return ""
+    used = results["dataset"].get("used") or f"{results['dataset'].get('number')} images"
+    facts = [f"{results['steps']} steps", f"{results['images_seen']} images seen"] if "images_seen" in results else []
+    facts += [f"{results['seconds']:.0f} s" + (f" on {results['hardware']}" if "hardware" in results else "")]
+    return f"On {results['dataset']['name']} ({used}): {', '.join(facts)}, seed {results.get('seed')}.\n\n    {results['command']}"
+
+
+def own_table(results: dict) -> str:
+    """What the training script measured at its end."""
+    names = {**OWN_FIGURES, **{name: name.replace("_", " ") for name in results if name.startswith("frechet_")}}
+    rows = [
+        f"| {text} | {as_text(name, results[name])} |" for name, text in names.items() if results.get(name) is not None
+    ]
+    return "\n".join(["| measured at the end of training | |", "|---|---|", *rows]) if rows else ""
+
+
+def evaluation_text(evaluation: dict) -> str:
+    dataset = evaluation["dataset"]
+    number = dataset["number"]
+    number = (
+        f"{number['train']} training and {number['test']} held-out images"
+        if isinstance(number, dict)
+        else f"{number} images"
+    )
+    rows = evaluation["rows"]
+    if "best" in evaluation:  # of a grid only what counts
+        rows = {name: rows[name] for name in dict.fromkeys([*evaluation["best"].values(), "pixels"]) if name in rows}
+    return (
+        f"{dataset['name']}, {number}; features: {evaluation['protocol']['features']}; protocol "
+        f"`{evaluation['protocol_hash']}`:\n\n{table(rows)}\n\n    {evaluation['command']}"
+    )
+
+
+def metadata_of(evaluations: list[dict], task: str) -> list[EvalResult]:
+    """For the Hub's leaderboards: the first row that is the model's own, of every evaluation."""
+    found = []
+    for evaluation in evaluations:
+        row, figures = next((row, each) for row, each in evaluation["rows"].items() if row != "pixels")
+        if "best" in evaluation:
+            row = next(iter(evaluation["best"].values()))
+            figures = evaluation["rows"][row]
+        for metric, value in figures.items():
+            if metric.endswith("_spread"):
+                continue
+            found.append(
+                EvalResult(
+                    task_type=task,
+                    dataset_type=evaluation["dataset"]["name"],
+                    dataset_name=evaluation["dataset"]["name"],
+                    metric_type="accuracy" if metric.endswith("accuracy") else metric,
+                    metric_name=f"{metric.replace('_', ' ')}, {row}",
+                    metric_value=round(value, 4),
+                )
+            )
+    return found
+
+
+def parameters_of(folder: Path) -> str:
+    """Of all networks but autoencoders, which others trained."""
+    number = 0
+    for file in folder.rglob("*.safetensors"):
+        if {"vae", "checkpoints"} & set(file.relative_to(folder).parts):
+            continue
+        with safe_open(file, "pt") as weights:
+            number += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())
+    return f"{number / 1e6:.1f} million"
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Markdown, a row for each; figures that have a `_spread` show it."""
+    columns = [name for name in next(iter(rows.values())) if not name.endswith("_spread")]
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for name, row in rows.items():
+        cells = [as_text(each, row[each], row.get(f"{each}_spread")) for each in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def as_text(metric: str, value: float, spread: float | None = None) -> str:
+    if "accuracy" in metric:
+        return f"{100 * value:.1f} %"
+    if spread is not None:
+        return f"{value:.3g} +- {spread:.2g}"
+    return f"{value:.2f}"
+
+
+def licence_of(card: Path) -> str | None:
+    return ModelCard.load(card).data.license if card.exists() else None
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {}

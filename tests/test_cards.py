@@ -1,0 +1,110 @@
+"""Cards: what they show how to use can be used so, and what they claim was measured."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import TINY_SIZES, random_weights
+from diffusers import DPMSolverMultistepScheduler
+from huggingface_hub import ModelCard
+from PIL import Image
+
+from hf_decayed import (
+    DecayedResNetConfig,
+    DecayedResNetForImageClassification,
+    DecayedViTMAEConfig,
+    DecayedViTMAEForImageClassification,
+    DecayedViTMAEForPreTraining,
+)
+from hf_decayed.cards import write_card
+from hf_decayed.cli import main
+from hf_decayed.models.modeling_decayed_vit_mae import image_processor
+from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
+from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
+from hf_decayed.publishing import PublishingError, check_card
+
+
+RESULTS = {
+    "knn_accuracy": 0.57512,
+    "effective_rank": 0.6696,
+    "loss": 0.60264,
+    "steps": 450,
+    "images_seen": 14400,
+    "seconds": 163.3,
+    "command": "accelerate launch training/mae.py",
+    "dataset": {"name": "fashion_mnist_subset", "used": "9000 images in memory"},
+    "seed": 0,
+    "hardware": "2 threads of a CPU (x86_64)",
+}
+EVALUATION = {
+    "rows": {
+        "pixels": {"knn_accuracy": 0.761, "effective_rank": 3.4},
+        "last.mean": {"knn_accuracy": 0.5751, "effective_rank": 0.6712},
+    },
+    "protocol": {"features": "whole images"},
+    "protocol_hash": "0123456789abcdef",
+    "dataset": {"name": "fashion_mnist_subset", "number": {"train": 9000, "test": 1000}},
+    "command": "python training/evaluate.py mae",
+}
+
+
+def folder_of(kind, folder):
+    grey = {**TINY_SIZES, "num_channels": 1}
+    models = {
+        "autoencoder": lambda: DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES)),
+        "grey autoencoder": lambda: DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**grey)),
+        "classifier": lambda: DecayedViTMAEForImageClassification(DecayedViTMAEConfig(**TINY_SIZES, num_labels=3)),
+        "residual network": lambda: DecayedResNetForImageClassification(
+            DecayedResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+        ),
+    }
+    if kind in models:
+        random_weights(models[kind]()).save_pretrained(folder)
+        if kind == "residual network":  # as resnet.py leaves it
+            image_processor(SimpleNamespace(image_size=32, num_channels=3)).save_pretrained(folder)
+    else:
+        sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 2}
+        network = random_weights(DecayedUViT2DModel(**sizes, num_classes=2 if kind == "conditional pipeline" else 0))
+        names = {0: "cat", 1: "dog's"} if kind == "conditional pipeline" else None
+        DecayedUViTPipeline(network, DPMSolverMultistepScheduler(), id2label=names).save_pretrained(folder)
+    (folder / "results.json").write_text(json.dumps({**RESULTS, "sampling": {"steps": 3, "guidance_scale": 2.0}}))
+    (folder / "results").mkdir()
+    (folder / "results" / "evaluation.json").write_text(json.dumps(EVALUATION))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["autoencoder", "grey autoencoder", "classifier", "residual network", "pipeline", "conditional pipeline"],
+)
+def test_a_card_shows_what_can_be_done_and_what_was_measured(kind, tmp_path):
+    folder = folder_of(kind, tmp_path / "model")
+    assert main(["card", str(folder), "--repo_id", "user/mine", "--license", "apache-2.0"]) == 0
+    text = (folder / "README.md").read_text()
+    assert str(tmp_path) not in text and "{{" not in text and "pin `revision`" in text
+    assert "| kNN accuracy on held-out images | 57.5 % |" in text and "2 threads of a CPU" in text
+    assert "not for contrastive" in text.lower() or "autoencoder" not in kind
+    lines = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("user/mine", str(folder))
+    found = {"image": Image.fromarray(np.zeros((40, 30, 3), dtype=np.uint8))}
+    exec(lines, found)
+    assert "pooler_output" in found or "logits" in found or found["image"].size == (8, 8)
+
+    check_card(folder)
+    (result, *_) = [
+        each for each in ModelCard.load(folder / "README.md").data.eval_results if "last.mean" in each.metric_name
+    ]
+    assert result.metric_value == 0.5751 and result.dataset_name == "fashion_mnist_subset"
+    # Made again without one, it keeps the licence; and what was not measured is found out.
+    write_card(folder)
+    assert ModelCard.load(folder / "README.md").data.license == "apache-2.0"
+    (folder / "README.md").write_text((folder / "README.md").read_text().replace("57.5 %", "63.9 %"))
+    with pytest.raises(PublishingError, match="says 63.9"):
+        check_card(folder)
+
+
+def test_no_card_for_what_is_not_ours(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["ViTModel"]}))
+    assert main(["card", str(tmp_path)]) == 2
+    assert "holds no model or pipeline of ours (ViTModel)" in capsys.readouterr().err
