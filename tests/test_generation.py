@@ -39,7 +39,9 @@ from hf_decayed.sampling import sample
 @pytest.fixture
 def evaluate(monkeypatch):
     """The script, in this process: to start one takes longer than what is tested."""
-    return partial(run_evaluation, monkeypatch)
+    threads = torch.get_num_threads()
+    yield partial(run_evaluation, monkeypatch)
+    torch.set_num_threads(threads)  # other tests compare with processes of their own, to the last bit
 
 
 def script_of_evaluation():
