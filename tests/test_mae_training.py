@@ -155,20 +155,23 @@ def test_a_run_and_its_resumption(recipe, tmp_path):
     assert "holds a run that did not finish" in run(recipe, tmp_path / "parts", code=2).stderr
 
 
-def test_wrong_arguments_end_in_one_sentence(recipe, tmp_path):
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--dataset_path", "junk.parquet"], "mae.py: .*'cat.png' .* cannot be decoded"),
+        (["--shortcut_decay", "1.5"], r"mae.py: `shortcut_decay` must lie in \[0, 1\], got 1.5"),
+        pytest.param(["--dataset_path", "absent"], "mae.py: There is nothing at", marks=pytest.mark.slow),
+        pytest.param(["--recipe", "tyni"], "there is no recipe 'tyni'; there are ", marks=pytest.mark.slow),
+    ],
+)
+def test_wrong_arguments_end_in_one_sentence(recipe, tmp_path, flags, sentence):
     rows = [{"image": {"bytes": b"junk", "path": "cat.png"}, "label": 0}] * 2
     Dataset.from_list(rows, features=Features({"image": ImageFeature(), "label": Value("int64")})).to_parquet(
         tmp_path / "junk.parquet"
     )
-    for flags, sentence in (
-        (["--dataset_path", tmp_path / "absent"], "There is nothing at"),
-        (["--dataset_path", tmp_path / "junk.parquet"], "'cat.png' .* cannot be decoded"),
-        (["--shortcut_decay", "1.5"], r"`shortcut_decay` must lie in \[0, 1\], got 1.5"),
-    ):
-        result = run(recipe, tmp_path / "out", *flags, code=2)
-        last = result.stderr.strip().splitlines()[-1]
-        assert last.startswith("mae.py: ") and re.search(sentence, last), result.stderr[-500:]
-    assert "there is no recipe 'tyni'; there are " in run("tyni", tmp_path / "out", code=2).stderr
+    flags = [tmp_path / flag if flag in ("absent", "junk.parquet") else flag for flag in flags]
+    result = run(recipe, tmp_path / "out", *flags, code=2)
+    assert re.search(sentence, result.stderr.strip().splitlines()[-1]), result.stderr[-500:]
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_published_and_loaded_by_name(kind, tmp_path):
     assert not any("checkpoints" in name or "arguments" in name for name in pushed)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     # The server is gone: a sentence, and the command can be given again.
-    if kind == "model":
+    if kind == "pipeline":
         gone, _ = publish_on(server, tmp_path / "cache", folder, "--repo_id", "user/mine")
         assert gone.returncode == 2
         last = gone.stderr.strip().splitlines()[-1]

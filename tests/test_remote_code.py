@@ -151,7 +151,7 @@ def test_over_http(tmp_path):
     assert offline["AutoModel"] == remote["AutoModel"]
 
 
-@pytest.mark.parametrize("name", ["plain", "learned", "skips_and_norm"])
+@pytest.mark.parametrize("name", ["plain", "learned", pytest.param("skips_and_norm", marks=pytest.mark.slow)])
 def test_other_presets_in_a_clean_process(name, tmp_path):
     random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES))).save_pretrained(tmp_path)
     remote, local = in_clean_process(tmp_path), with_the_package(tmp_path)
