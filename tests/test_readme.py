@@ -64,6 +64,25 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch):
     assert names["baseline"].config.shortcut_decay == 1.0
 
 
+@pytest.mark.parametrize("page", ["method", "migration"])
+def test_pages_run(page):
+    """Python blocks run, and lines that call a script or a command are understood."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, page, "exec"), names)
+    if page == "method":
+        layers = (8, 12, 24, 32)
+        assert str([round(names["suggest_shortcut_decay"](each), 2) for each in layers]) in text
+    scripts = {"mae": mae, "uvit": uvit, "sit": sit}
+    commands = re.findall(r"^    accelerate launch training/(\w+)\.py(.*)$", text, re.MULTILINE)
+    assert bool(commands) == (page == "method")
+    for script, flags in commands:
+        assert scripts[script].parse_arguments(shlex.split(flags))
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("http") or (ROOT / "docs" / link).exists(), link
+
+
 def test_training_commands_are_understood():
     """Every line that calls a script parses."""
     scripts = {
