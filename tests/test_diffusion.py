@@ -633,6 +633,9 @@ def test_caches_of_diffusers(kind):
         assert np.array_equal(images(), exact)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="its dynamo cannot trace diffusers' choice of attention"
+)
 @pytest.mark.parametrize("model_class", [DecayedUViT2DModel, DecayedSiTTransformer2DModel])
 def test_blocks_compile_alone(model_class):
     """Diffusers' regional compilation: the one block is traced whole, and nothing changes."""
