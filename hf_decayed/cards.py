@@ -10,6 +10,7 @@ import json
 import math
 from pathlib import Path
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
@@ -51,7 +52,7 @@ def write_card(folder: str | Path, repo_id: str | None = None, licence: str | No
     """Writes `README.md` of a folder; `licence` is that of the weights, kept from an earlier card when not given."""
     folder = Path(folder)
     path = folder / "README.md"
-    card = render_card(folder, repo_id, licence or licence_of(path))
+    card = render_card(folder, repo_id, licence or licence_of(folder))
     path.write_text(str(card).rstrip() + "\n")
     return path
 
@@ -226,8 +227,13 @@ def as_text(metric: str, value: float, spread: float | None = None) -> str:
     return f"{value:.2f}"
 
 
-def licence_of(card: Path) -> str | None:
-    return ModelCard.load(card).data.license if card.exists() else None
+def licence_of(folder: Path) -> str | None:
+    """The licence that a folder's own card gives its weights."""
+    card = folder / "README.md"
+    try:
+        return ModelCard.load(card).data.license if card.is_file() else None
+    except (ValueError, yaml.YAMLError):
+        return None
 
 
 def read(path: Path) -> dict:

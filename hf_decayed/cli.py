@@ -101,7 +101,7 @@ def add_sample(commands):
 def run_sample(options) -> str:
     from .sampling import sample
 
-    return sample(**{name: value for name, value in vars(options).items() if name not in ("command", "run")})
+    return sample(**arguments_of(options))
 
 
 def add_card(commands):
@@ -149,7 +149,12 @@ def add_publish(commands):
 def run_publish(options) -> str:
     from .publishing import publish
 
-    return publish(**{name: value for name, value in vars(options).items() if name not in ("command", "run")})
+    return publish(**arguments_of(options))
+
+
+def arguments_of(options) -> dict:
+    """What a command's function takes."""
+    return {name: value for name, value in vars(options).items() if name not in ("command", "run")}
 
 
 def field_and_value(text: str) -> tuple[str, object]:

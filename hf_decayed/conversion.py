@@ -14,12 +14,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-import yaml
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
+from .cards import licence_of
 from .conversion_diffusion import DIFFUSION_KINDS, fields_of, from_diffusion
 from .models.configuration_decayed_vit_mae import PLAIN, DecayedViTMAEConfig, as_pair
 from .models.modeling_decayed_vit_mae import (
@@ -110,7 +110,7 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
     if fields:
         notes.append("Set by hand: " + ", ".join(f"{name}={value!r}" for name, value in fields.items()) + ".")
 
-    licence = KINDS[kind][1] or licence_of(checkpoint)
+    licence = KINDS[kind][1] or licence_of(checkpoint) or "unknown"
     card = model_card(kind, checkpoint, model, licence, notes)
     processor = checkpoint / "preprocessor_config.json"
     # Written beside the target and renamed: a folder named `output` is a finished one.
@@ -355,15 +355,6 @@ def weight_files(folder: Path) -> list[Path]:
         if files := sorted(folder.glob(pattern)):
             return files
     raise ConversionError(f"'{folder}' holds no weights (model*.safetensors or pytorch_model*.bin).")
-
-
-def licence_of(folder: Path) -> str:
-    """The licence that a folder's own card gives its weights."""
-    card = folder / "README.md"
-    try:
-        return (ModelCard.load(card).data.license or "unknown") if card.is_file() else "unknown"
-    except (ValueError, yaml.YAMLError):
-        return "unknown"
 
 
 def model_card(kind: str, checkpoint: Path, model: PreTrainedModel, licence: str, notes: list[str]) -> ModelCard:

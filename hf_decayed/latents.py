@@ -190,12 +190,17 @@ def load_vae(path: str, device) -> AutoencoderKL:
 
 def sample_size_of(vae: AutoencoderKL, image_size: int) -> int:
     """Height and width of the latent of a square image."""
-    factor = 2 ** (len(vae.config.block_out_channels) - 1)
+    factor = shrinks_by(vae)
     if image_size % factor != 0:
         raise DataError(
             f"--image_size must be divisible by {factor}, which the autoencoder shrinks by, got {image_size}."
         )
     return image_size // factor
+
+
+def shrinks_by(vae: AutoencoderKL) -> int:
+    """How many pixels of an image make one of its latent, each way."""
+    return 2 ** (len(vae.config.block_out_channels) - 1)
 
 
 def latent_scaling(vae: AutoencoderKL) -> dict[str, float]:

@@ -97,19 +97,22 @@ def save_heat_maps(
     figure, axes = pyplot.subplots(1, len(cells), figsize=(size[0] * len(cells), size[1]), squeeze=False)
     for axis, (name, rows) in zip(axes[0], cells.items()):
         values = np.asarray(rows) * (100 if name.endswith("accuracy") else 1)
-        axis.imshow(values, aspect="auto", cmap="viridis")
-        middle = (values.min() + values.max()) / 2
-        for row, column in np.ndindex(values.shape):
-            colour = "white" if values[row, column] < middle else "black"
-            text = f"{values[row, column]:.1f}"
-            axis.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
+        draw_heat_map(axis, values, noise_levels, values.min(), values.max())
         if name.endswith("accuracy"):
             row, column = np.unravel_index(values.argmax(), values.shape)
             axis.add_patch(pyplot.Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=2))
         unit = " (%)" if name.endswith("accuracy") else ""
         axis.set(title=name.replace("_", " ") + unit, xlabel=label)
-        axis.set_xticks(range(len(noise_levels)), [f"{level:g}" for level in noise_levels])
         axis.set_yticks(range(len(blocks)), blocks, fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def draw_heat_map(axis, values: np.ndarray, noise_levels: list[float], low: float, high: float) -> None:
+    """Blocks by noise levels, in a scale from low to high, with the numbers."""
+    axis.imshow(values, aspect="auto", vmin=low, vmax=high)
+    for row, column in np.ndindex(values.shape):
+        colour = "white" if values[row, column] < (low + high) / 2 else "black"
+        axis.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", fontsize=7, color=colour)
+    axis.set_xticks(range(len(noise_levels)), [f"{level:g}" for level in noise_levels])

@@ -8,6 +8,7 @@ cannot import this package and gives what the source gives. Pushed is all of it,
 """
 
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -18,9 +19,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file
+from transformers import AutoModel
 
 
 # What runs leave beside the model: it stays here.
@@ -200,40 +201,44 @@ def check_card(staged: Path) -> None:
             )
 
 
-PROGRAM = """
+def answer_of(loaded):
+    """What a model or pipeline gives for the same noise; imports all it needs, since it goes to another process."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    if hasattr(loaded, "scheduler"):
+        loaded.set_progress_bar_config(disable=True)
+        return loaded(batch_size=2, num_inference_steps=3, generator=generator, output_type="pt").images.float()
+    size = getattr(loaded.config, "image_size", 224)
+    size = size if isinstance(size, (list, tuple)) else (size, size)
+    images = torch.randn(2, loaded.config.num_channels, *size, generator=generator)
+    with torch.no_grad():
+        return loaded.eval()(images).last_hidden_state.float()
+
+
+LOADING = """
 import sys
 sys.modules["hf_decayed"] = None  # whoever loads this has no such package
-import torch
 from safetensors.torch import save_file
-folder, output, kind = sys.argv[1:]
-torch.manual_seed(0)
-if kind == "pipeline":
-    from diffusers import DiffusionPipeline
-    pipeline = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
-    pipeline.set_progress_bar_config(disable=True)
-    result = pipeline(batch_size=2, num_inference_steps=3, generator=torch.Generator().manual_seed(0), output_type="pt")
-    result = result.images
-else:
-    from transformers import AutoModel
-    model = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
-    size = getattr(model.config, "image_size", 224)
-    size = size if isinstance(size, (list, tuple)) else (size, size)
-    images = torch.randn(2, model.config.num_channels, *size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        result = model(images).last_hidden_state
-save_file({"result": result.float().contiguous()}, output)
+folder, output, library, loader = sys.argv[1:]
+loaded = getattr(__import__(library), loader).from_pretrained(folder, trust_remote_code=True)
+save_file({"answer": answer_of(loaded).contiguous()}, output)
 """
 
 
 def prove(source: Path, staged: Path, folder: Path) -> float:
     """Loads the staged folder where this package cannot be imported; the largest difference to what the source gives."""
-    kind = "pipeline" if (staged / "model_index.json").exists() else "model"
-    expected = of_source(source, kind)
-    output = folder / "result.safetensors"
+    if (staged / "model_index.json").exists():
+        from .sampling import load_pipeline
+
+        loader, expected = ("diffusers", "DiffusionPipeline"), answer_of(load_pipeline(str(source)))
+    else:
+        loader, expected = ("transformers", "AutoModel"), answer_of(AutoModel.from_pretrained(source))
+    output = folder / "answer.safetensors"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_TOKEN")}
     environment |= {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(staged), str(output), kind],
+        [sys.executable, "-c", inspect.getsource(answer_of) + LOADING, str(staged), str(output), *loader],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -242,7 +247,7 @@ def prove(source: Path, staged: Path, folder: Path) -> float:
     if run.returncode != 0:
         last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise PublishingError(f"The staged folder does not load without this package: {last}")
-    found = load_file(output)["result"]
+    found = load_file(output)["answer"]
     difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("nan")
     if not difference <= 1e-5 * max(1.0, float(expected.abs().max())):
         raise PublishingError(
@@ -250,25 +255,6 @@ def prove(source: Path, staged: Path, folder: Path) -> float:
             "its weights are not those of this package; save the model again."
         )
     return difference
-
-
-@torch.no_grad()
-def of_source(source: Path, kind: str) -> torch.Tensor:
-    """What the source gives, with the classes of this package."""
-    generator = torch.Generator().manual_seed(0)
-    if kind == "pipeline":
-        from .sampling import load_pipeline
-
-        pipeline = load_pipeline(str(source))
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline(batch_size=2, num_inference_steps=3, generator=generator, output_type="pt").images.float()
-    from transformers import AutoModel
-
-    model = AutoModel.from_pretrained(source).eval()
-    size = getattr(model.config, "image_size", 224)
-    size = size if isinstance(size, (list, tuple)) else (size, size)
-    images = torch.randn(2, model.config.num_channels, *size, generator=generator)
-    return model(images).last_hidden_state.float()
 
 
 def size_of(path: Path) -> str:

@@ -41,7 +41,7 @@ from hf_decayed.evaluation.features import (
     fingerprint,
     transformer_encoder,
 )
-from hf_decayed.latents import latent_scaling
+from hf_decayed.latents import latent_scaling, shrinks_by
 from hf_decayed.pictures import save_heat_maps
 from hf_decayed.runs import (
     add_data_arguments,
@@ -395,8 +395,7 @@ def image_shape(network, vae) -> tuple[int, int, int]:
     height, width = (size, size) if isinstance(size, int) else size
     if vae is None:
         return network.config.in_channels, height, width
-    factor = 2 ** (len(vae.config.block_out_channels) - 1)
-    return vae.config.in_channels, height * factor, width * factor
+    return vae.config.in_channels, height * shrinks_by(vae), width * shrinks_by(vae)
 
 
 def judge_samples(options, accelerator) -> dict:

@@ -37,6 +37,7 @@ from hf_decayed import DecayedViTMAEForPreTraining
 from hf_decayed.data import DataError
 from hf_decayed.evaluation.features import read_shards
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
+from hf_decayed.pictures import draw_heat_map
 from hf_decayed.runs import names_of, one_sentence
 
 
@@ -178,12 +179,12 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
 def judge_pipeline(folder: Path, evaluation: dict, data: list[str], options) -> dict:
     """Its samples and its blocks, by evaluate.py."""
     found = {}
-    more = {"samples": ["--samples_dir", str(folder / "evaluated")], "blocks": []}
-    more["samples"] += ["--feature_net", options.feature_net] if options.feature_net else []
-    for name, flags in (("samples", more["samples"]), ("blocks", more["blocks"])):
+    of_samples = ["--samples_dir", str(folder / "evaluated")]
+    of_samples += ["--feature_net", options.feature_net] if options.feature_net else []
+    for name, own in (("samples", of_samples), ("blocks", [])):
         output = folder / f"{name}.json"
-        flags = [*flags, *(word for key, value in evaluation[name].items() for word in (f"--{key}", text_of(value)))]
-        flags += ["--features_dir", str(options.output_dir / "features"), "--output", str(output)]
+        flags = [word for key, value in evaluation[name].items() for word in (f"--{key}", text_of(value))]
+        flags += [*own, "--features_dir", str(options.output_dir / "features"), "--output", str(output)]
         call([sys.executable, str(SCRIPTS / "evaluate.py"), str(folder), *data, *flags])
         judged = json.loads(output.read_text())
         found[name] = {key: judged[key] for key in ("rows", "grid", "best", "protocol", "dataset") if key in judged}
@@ -442,12 +443,8 @@ def save_blocks(path: Path, by_name: dict[str, list[dict]]) -> None:
     size = (3.6 * len(maps) + 1, 1.2 + 0.3 * len(grid["blocks"]))
     figure, axes = pyplot.subplots(1, len(maps), figsize=size, squeeze=False, sharey=True)
     for axis, (name, values) in zip(axes[0], maps.items()):
-        axis.imshow(values, aspect="auto", vmin=low, vmax=high)
-        for row, column in np.ndindex(values.shape):
-            colour = "white" if values[row, column] < (low + high) / 2 else "black"
-            axis.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", fontsize=7, color=colour)
+        draw_heat_map(axis, values, grid["noise_levels"], low, high)
         axis.set(title=f"{name}: linear accuracy (%)", xlabel="noise level (0 data, 1 noise)")
-        axis.set_xticks(range(len(grid["noise_levels"])), [f"{level:g}" for level in grid["noise_levels"]])
     axes[0][0].set_yticks(range(len(grid["blocks"])), grid["blocks"], fontsize=7)
     finish(figure, path)
 

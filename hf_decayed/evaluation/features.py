@@ -22,7 +22,6 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from datasets import Image as ImageFeature
-from diffusers import DDPMScheduler
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -228,10 +227,12 @@ def diffusion_encoder(
     """Encodes with a diffusers model: the average over places of what the named modules put out, at given noise levels.
 
     Levels count from 0, data, to 1, noise: parts of the scheduler's timesteps, or, where images flow to noise in a straight
-    line, of the way, so levels of the two kinds are not the same. The noise belongs to the image and the level, so features do not depend on batches or processes.
-    `pixel_values` must come in the range that the model was trained on, usually [-1, 1]; `inputs` go to the model as they
-    are, each repeated for the batch if it has one entry.
+    line, of the way, so levels of the two kinds are not the same. The noise belongs to the image and the level, so features
+    do not depend on batches or processes. `pixel_values` must come in the range that the model was trained on, usually
+    [-1, 1]; `inputs` go to the model as they are, each repeated for the batch if it has one entry.
     """
+    from diffusers import DDPMScheduler  # here: other encoders need not wait for it
+
     model.eval()
     modules = dict(model.named_modules())
     unknown = [block for block in blocks if block not in modules]

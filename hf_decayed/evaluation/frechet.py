@@ -1,6 +1,6 @@
 """Distances between two sets of features, for judging generated images: Frechet, kernel (KID), precision and recall."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -76,10 +76,7 @@ def precision_recall(
     its like. Recall: the same with the roles changed.
     """
     check_pair(real, generated, at_least=k + 1)
-    real, generated = real.float(), generated.float()
-    precision = torch.cat([inside.any(dim=1) for inside in within_reach(generated, real, k, chunk_size)])
-    recall = torch.cat([inside.any(dim=1) for inside in within_reach(real, generated, k, chunk_size)])
-    return float(precision.double().mean()), float(recall.double().mean())
+    return neighbours(generated, real, k, chunk_size)[0], neighbours(real, generated, k, chunk_size)[0]
 
 
 @torch.no_grad()
@@ -92,20 +89,25 @@ def density_coverage(
     distribution. Coverage: how many real samples have a generated one within their reach.
     """
     check_pair(real, generated, at_least=k + 1)
-    inside_of, covered = 0, torch.zeros(len(real), dtype=torch.bool, device=real.device)
-    for inside in within_reach(generated.float(), real.float(), k, chunk_size):
-        inside_of += int(inside.sum())
-        covered |= inside.any(dim=0)
-    return inside_of / (k * len(generated)), float(covered.double().mean())
+    return neighbours(generated, real, k, chunk_size)[1:]
 
 
-def within_reach(queries: torch.Tensor, features: torch.Tensor, k: int, chunk_size: int) -> Iterator[torch.Tensor]:
-    """Which queries lie no farther from which features than these from their `k`-th neighbours; a chunk at a time."""
+@torch.no_grad()
+def neighbours(
+    queries: torch.Tensor, features: torch.Tensor, k: int, chunk_size: int = 1024
+) -> tuple[float, float, float]:
+    """Precision, density and coverage: of queries among features whose reach is to their `k`-th neighbours."""
+    queries, features = queries.float(), features.float()
     parts = features.split(chunk_size)
     # The nearest is the sample itself.
     reach = torch.cat([torch.cdist(part, features).topk(k + 1, largest=False).values[:, -1] for part in parts])
+    precise, inside_of, covered = 0, 0, torch.zeros(len(features), dtype=torch.bool, device=features.device)
     for part in queries.split(chunk_size):
-        yield torch.cdist(part, features) <= reach
+        inside = torch.cdist(part, features) <= reach
+        precise += int(inside.any(dim=1).sum())
+        inside_of += int(inside.sum())
+        covered |= inside.any(dim=0)
+    return precise / len(queries), inside_of / (k * len(queries)), float(covered.double().mean())
 
 
 def mean_and_covariance(features: torch.Tensor, chunk_size: int = 8192) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from transformers import AutoImageProcessor, AutoModel
 
 from ..data import DataError
 from .features import Encoder, fingerprint, transformer_encoder
-from .frechet import check_pair, density_coverage, distance_from, kernel_distance, precision_recall
+from .frechet import check_pair, distance_from, kernel_distance, neighbours
 
 
 METRICS = ("frechet", "kid", "prdc")
@@ -184,8 +184,9 @@ def scores(
             each[torch.randperm(len(each), generator=generator)[:most_neighbours]]
             for each in (real_features, features)
         ]
-        found["precision"], found["recall"] = precision_recall(*pair, k=k)
-        found["density"], found["coverage"] = density_coverage(*pair, k=k)
+        precision, density, coverage = neighbours(pair[1], pair[0], k)
+        recall = neighbours(pair[0], pair[1], k)[0]
+        found |= {"precision": precision, "recall": recall, "density": density, "coverage": coverage}
     if name is None and "logits" in generated:
         found["inception_score"], found["inception_score_spread"] = inception_score(generated["logits"], seed=seed)
     return found
