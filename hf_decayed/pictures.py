@@ -13,26 +13,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 
-@torch.no_grad()
 def reconstructions(model, pixel_values: torch.Tensor, noise: torch.Tensor, mean: list[float], std: list[float]):
-    """Original, masked and reconstructed images in [0, 1], `(number, height, width, channels)` each.
-
-    Where the model predicts normalised patches, each prediction gets the mean and deviation of the patch it stands for:
-    such a model does not know them. Visible patches are shown as they are.
-    """
-    outputs = model(pixel_values, noise=noise)
-    size = tuple(pixel_values.shape[2:])
-    target = model.patchify(pixel_values)
-    predicted = outputs.logits.float()
-    if model.config.norm_pix_loss:
-        variance, average = torch.var_mean(target, dim=-1, keepdim=True)
-        predicted = predicted * (variance + 1.0e-6) ** 0.5 + average
-    hidden = outputs.mask.bool().unsqueeze(-1)
+    """Original, masked and reconstructed images in [0, 1], `(number, height, width, channels)` each."""
+    reconstructed, removed = model.reconstruct(pixel_values, noise=noise)
     centre, width = (torch.tensor(values, device=pixel_values.device).view(1, -1, 1, 1) for values in (mean, std))
-    grey = model.patchify(((0.5 - centre) / width).expand_as(pixel_values))
-    patches = (target, torch.where(hidden, grey, target), torch.where(hidden, predicted, target))
-    images = [model.unpatchify(each, size) * width + centre for each in patches]
-    return [image.clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy() for image in images]
+    grey = ((0.5 - centre) / width).expand_as(pixel_values)
+    images = (pixel_values, torch.where(removed, grey, pixel_values), reconstructed)
+    images = [(each * width + centre).clamp(0, 1) for each in images]
+    return [each.permute(0, 2, 3, 1).float().cpu().numpy() for each in images]
 
 
 def save_reconstructions(path: Path, original, masked, reconstructed, normalised: bool) -> None:

@@ -236,6 +236,29 @@ def test_masked_patches_cannot_be_seen(preset, pixel_values, noise):
     torch.testing.assert_close(model(mixed, noise=noise).logits, model(pixel_values, noise=noise).logits)
 
 
+@pytest.mark.parametrize("norm_pix_loss", [True, False])
+def test_reconstruction_replaces_removed_patches_alone(norm_pix_loss):
+    config = DecayedViTMAEConfig(**{**TINY_SIZES, "image_size": (32, 16)}, norm_pix_loss=norm_pix_loss)
+    model = random_weights(DecayedViTMAEForPreTraining(config))
+    images, noise = 3 + torch.randn(2, 3, 32, 16), torch.rand(2, 8)
+    reconstructed, removed = model.reconstruct(images, noise=noise)
+    outputs = model(images, noise=noise)
+    assert removed.dtype == torch.bool and removed.shape == reconstructed.shape == images.shape
+    assert torch.equal(model.patchify(removed).float().mean(-1), outputs.mask)
+    assert torch.equal(reconstructed[~removed], images[~removed])
+
+    # In the space of the loss, what stands in the removed patches is as wrong as the loss says.
+    target, predicted = model.patchify(images), model.patchify(reconstructed)
+    if norm_pix_loss:
+        deviation = (target.var(-1, keepdim=True) + 1e-6).sqrt()
+        target, predicted = target / deviation, predicted / deviation
+    error = (target - predicted).square().mean(-1)[outputs.mask.bool()].mean()
+    torch.testing.assert_close(error, outputs.loss)
+    assert not reconstructed.requires_grad
+    larger = torch.randn(1, 3, 64, 32)
+    assert model.reconstruct(larger, mask_ratio=0.5, interpolate_pos_encoding=True)[1].float().mean() == 0.5
+
+
 def test_every_parameter_is_trained(preset, pixel_values):
     """Also when the encoder has more candidate skips than the decoder has layers, as at sizes L and H."""
     preset.num_hidden_layers = 12

@@ -673,6 +673,36 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
             attentions=outputs.attentions,
         )
 
+    @torch.no_grad()
+    def reconstruct(
+        self,
+        pixel_values: torch.Tensor,
+        noise: torch.Tensor | None = None,
+        mask_ratio: float | None = None,
+        interpolate_pos_encoding: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images whose removed patches are the model's, and which pixels those are: both as large as `pixel_values`.
+
+        A model of normalised patches (`norm_pix_loss`) does not know a patch's mean and deviation: its predictions get
+        those of the patch that they stand for.
+        """
+        outputs = self(
+            pixel_values,
+            noise=noise,
+            mask_ratio=mask_ratio,
+            interpolate_pos_encoding=interpolate_pos_encoding,
+            return_loss=False,
+            return_dict=True,
+        )
+        target = self.patchify(pixel_values, interpolate_pos_encoding)
+        predicted = outputs.logits.to(target)
+        if self.config.norm_pix_loss:
+            variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
+            predicted = predicted * (variance + 1.0e-6) ** 0.5 + mean
+        size = tuple(pixel_values.shape[2:])
+        removed = outputs.mask.to(target.device).bool().unsqueeze(-1).expand_as(target)
+        return self.unpatchify(torch.where(removed, predicted, target), size), self.unpatchify(removed, size)
+
 
 class DecayedViTMAEForImageClassification(DecayedViTMAEPreTrainedModel):
     """Encoder and a linear classifier on the pooled feature. It never masks."""
