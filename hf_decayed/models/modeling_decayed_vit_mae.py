@@ -405,8 +405,10 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
             raise ValueError("`use_safetensors` must be True: pickled weights are read by `hf-decayed convert` only.")
         source_type = cls.config_class.model_type
         if source is not None:
+            # With `trust_remote_code`, which is none of its business, it warns.
+            download = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}
             try:
-                source_type = PreTrainedConfig.get_config_dict(source, **kwargs)[0].get("model_type")
+                source_type = PreTrainedConfig.get_config_dict(source, **download)[0].get("model_type")
             except OSError:
                 if "config" not in kwargs:
                     raise

@@ -1,0 +1,193 @@
+"""The Space: what it computes, and its page in a browser."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY_SIZES, random_weights
+from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image, ImageDraw
+
+from hf_decayed import (
+    DecayedSiTPipeline,
+    DecayedSiTTransformer2DModel,
+    DecayedViTMAEConfig,
+    DecayedViTMAEForPreTraining,
+)
+
+
+SPACE = ROOT / "model_cards" / "space"
+sys.path.append(str(SPACE))
+import compare  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders called as the published ones, small and random."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    kinds = {"fashion-mnist": {"image_size": 28, "patch_size": 4, "num_channels": 1}, "cifar100": {"patch_size": 4}}
+    for kind, fields in kinds.items():
+        for name, make in {"plain": DecayedViTMAEConfig.plain, "decayed": DecayedViTMAEConfig}.items():
+            model = DecayedViTMAEForPreTraining(make(**{**TINY_SIZES, **fields, "norm_pix_loss": True}))
+            random_weights(model).save_pretrained(folder / f"{name}-mae-{kind}")
+    sizes = {"sample_size": 28, "patch_size": 7, "in_channels": 1, "hidden_size": 32, "num_layers": 4}
+    network = DecayedSiTTransformer2DModel(**sizes, num_attention_heads=4, num_classes=2)
+    pipeline = DecayedSiTPipeline(network, FlowMatchEulerDiscreteScheduler(), id2label={0: "Coat", 1: "Bag"})
+    pipeline.save_pretrained(folder / "decayed-sit-fashion-mnist")
+    return folder
+
+
+@pytest.fixture
+def space(models, monkeypatch):
+    monkeypatch.setenv("MODELS", str(models))
+    for function in (compare.autoencoders, compare.generator, compare.gallery, compare.gallery_features):
+        function.cache_clear()
+    return compare
+
+
+def shirt(background="white"):
+    image = Image.new("RGB", (300, 400), background)
+    ImageDraw.Draw(image).polygon([(60, 60), (240, 60), (220, 350), (80, 350)], fill=(170, 40, 60))
+    return image
+
+
+def test_models_come_from_folders_from_an_owner_or_from_beside(monkeypatch, tmp_path):
+    monkeypatch.delenv("MODELS", raising=False)
+    monkeypatch.delenv("SPACE_AUTHOR_NAME", raising=False)
+    assert Path(compare.source_of("a")) == ROOT / "model_cards" / "a"
+    monkeypatch.setenv("SPACE_AUTHOR_NAME", "somebody")
+    assert compare.source_of("a") == "somebody/a"
+    monkeypatch.setenv("MODELS", str(tmp_path))
+    assert Path(compare.source_of("a")) == tmp_path / "a"
+
+
+def test_pictures_become_like_those_of_the_data_set():
+    for background in ("white", "black"):  # clothes stand on black, whatever they stood on
+        pixels = np.asarray(compare.prepare("clothes", shirt(background)))
+        assert pixels.shape == (28, 28) and pixels[:, 0].max() < 10 and pixels[14, 14] > 30
+    cut_out = Image.new("RGBA", (50, 50), (255, 255, 255, 0))
+    assert np.asarray(compare.prepare("clothes", cut_out)).max() == 0
+    photograph = compare.prepare("photographs", Image.new("RGBA", (200, 100), "orange"))
+    assert photograph.size == (32, 32) and photograph.mode == "RGB"
+
+
+def test_gallery_is_of_named_clothes():
+    images, names = compare.gallery("clothes")
+    assert len(images) == len(names) == 1000 and {image.size for image in images} == {(28, 28)}
+    assert set(names) >= {"Bag", "Coat", "Sneaker"} and len(set(names)) == 10
+
+
+def test_plain_and_decayed_look_at_the_same_picture(space):
+    image = space.gallery("clothes")[0][7]
+    plain, decayed = space.compare("clothes", image, mask_ratio=0.75, layer=12, seed=0)
+    assert (plain["decay"], decayed["decay"]) == (1.0, 0.6)
+    assert plain["seen"].tobytes() == decayed["seen"].tobytes()
+    for found in (plain, decayed):
+        assert {found[name].size for name in ("image", "seen", "reconstructed")} == {(224, 224)}
+        assert found["components"].size == (224, 224) and found["components"].mode == "RGB"
+        assert 0 < found["share"] <= 1 + 1e-6
+        assert len(found["neighbours"]) == 8
+        # An image of the gallery is its own nearest neighbour.
+        assert found["neighbours"][0][0].tobytes() == space.as_picture(np.asarray(image) / 255).tobytes()
+        # What is visible stays; what is hidden is grey for the encoder and something else for us.
+        seen, completed, whole = (np.asarray(found[name]) for name in ("seen", "reconstructed", "image"))
+        hidden = seen == 128
+        assert 0.7 < hidden.mean() < 0.8
+        assert np.abs(completed.astype(int) - whole)[~hidden].max() <= 1
+        assert (completed != whole)[hidden].any()
+
+
+def test_layers_and_seeds_make_a_difference(space):
+    image = shirt()
+    first, other = (space.compare("clothes", image, 0.5, layer, seed)[1] for layer, seed in ((4, 0), (1, 1)))
+    assert first["components"].tobytes() != other["components"].tobytes()
+    assert first["seen"].tobytes() != other["seen"].tobytes()
+    again = space.compare("clothes", image, 0.5, 4, 0)[1]
+    assert all(first[name].tobytes() == again[name].tobytes() for name in ("seen", "reconstructed", "components"))
+
+
+def test_photographs_go_without_neighbours_where_there_is_no_network(space):
+    found = space.compare("photographs", shirt(), 0.75, 4, 0)
+    assert [each["neighbours"] for each in found] == [[], []]
+    assert found[1]["reconstructed"].mode == "RGB"
+
+
+def test_samples_are_of_a_class_and_repeat(space):
+    assert space.class_names("clothes") == ["Coat", "Bag"]
+    told = []
+    images = space.draw("clothes", "Bag", 3, 4, 2.0, 0, lambda done, steps: told.append((done, steps)))
+    assert len(images) == 3 and images[0].size == (224, 224) and told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    again = space.draw("clothes", "Bag", 3, 4, 2.0, 0)
+    assert [image.tobytes() for image in images] == [image.tobytes() for image in again]
+
+
+@pytest.mark.slow
+def test_page_in_a_browser(models, tmp_path):
+    """`pip install gradio playwright`, and Chromium of the system."""
+    pytest.importorskip("gradio")
+    playwright = pytest.importorskip("playwright.sync_api")
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser_path is None:
+        pytest.skip("there is no Chromium")
+    address = "http://127.0.0.1:7932"
+    environment = {**os.environ, "MODELS": str(models), "GRADIO_SERVER_PORT": "7932", "GRADIO_ANALYTICS_ENABLED": "0"}
+    server = subprocess.Popen([sys.executable, "app.py"], cwd=SPACE, env=environment, stderr=subprocess.PIPE)
+    try:
+        wait_for(address, server)
+        with playwright.sync_playwright() as driver:
+            options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+            browser = driver.chromium.launch(executable_path=browser_path, args=options)
+            page = browser.new_page(viewport={"width": 1400, "height": 1100})
+            page.set_default_timeout(120_000)
+            problems = []
+            page.on("pageerror", lambda error: problems.append(str(error)))
+            page.goto(address)
+
+            page.get_by_role("button", name="Compare").click()
+            page.get_by_text("Upload a picture, or click on one of those below, first.").wait_for()
+
+            picture = tmp_path / "shirt.png"
+            shirt().save(picture)
+            page.locator("input[type=file]").first.set_input_files(picture)
+            page.get_by_text("completed").nth(1).wait_for()  # of both models, and nobody clicked
+            assert page.get_by_text("your picture").count() == 2
+            assert page.get_by_text("of the variance.").count() == 2
+            shown = page.locator(".thumbnail-item img, .gallery-item img, .grid-container img")
+            assert shown.count() >= 2 * (4 + 8)
+            widths = shown.evaluate_all("images => images.map(image => image.naturalWidth)")
+            assert min(widths) >= 112, widths
+
+            page.get_by_label("photographs").first.check()
+            page.get_by_text("There are no neighbours to show").first.wait_for()
+            assert page.get_by_text("There are no neighbours to show").count() == 2
+
+            page.get_by_role("tab", name="Samples").click()
+            page.get_by_role("button", name="Draw").click()
+            samples = page.get_by_role("tabpanel").last.locator(".grid-container img")
+            samples.nth(7).wait_for()
+            assert samples.count() == 8
+            page.screenshot(path=tmp_path / "samples.png")
+            assert not problems, problems
+            browser.close()
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+
+
+def wait_for(address, server):
+    for _ in range(240):
+        if server.poll() is not None:
+            raise AssertionError(server.stderr.read().decode()[-3000:])
+        try:
+            return urllib.request.urlopen(address, timeout=2)
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError("the page did not come up in two minutes")
