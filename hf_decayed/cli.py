@@ -8,10 +8,34 @@ import sys
 from huggingface_hub.errors import StrictDataclassError
 
 
+ABOUT = """\
+Decayed identity shortcuts for Hugging Face models: in every residual block x <- alpha * x + f(x), with alpha falling from 1
+to `shortcut_decay` over the depth. These commands are for checkpoints; models are trained and judged by the scripts in
+`training/` of the repository, and loaded by AutoModel and DiffusionPipeline."""
+EXAMPLES = """\
+from nothing to a repository on the Hub:
+  accelerate launch training/mae.py
+  python training/evaluate.py outputs/mae --output outputs/mae/results/fashion_mnist.json
+  hf-decayed card outputs/mae --repo_id user/decayed-mae --license apache-2.0
+  hf-decayed publish outputs/mae --repo_id user/decayed-mae --dry_run
+
+`hf-decayed COMMAND --help` explains a command, with an example."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line; how a command is used, `--help` says."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns 0, or 2 after one line on standard error."""
-    parser = argparse.ArgumentParser(
-        prog="hf-decayed", description="Decayed identity shortcuts for Hugging Face models."
+    parser = OneLineParser(
+        prog="hf-decayed",
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_convert(commands)

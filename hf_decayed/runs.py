@@ -8,6 +8,7 @@ import platform
 import shutil
 import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -122,6 +123,20 @@ def one_sentence(error: Exception) -> str:
     if lines and lines[0].startswith("Caught "):
         lines = [lines[-1].partition(": ")[2]]
     return " ".join(" ".join(lines).split())
+
+
+@contextmanager
+def loading(model: str):
+    """A model that is neither here nor on the Hub is said to be so, without the libraries' advice."""
+    try:
+        yield
+    except OSError as error:
+        if Path(model).exists():
+            raise
+        sentence = one_sentence(error)
+        unreachable = "connect to" in sentence or "offline" in sentence
+        reason = "the Hub cannot be reached" if unreachable else sentence
+        raise DataError(f"'{model}' is no folder here, and no repository that could be had: {reason}") from error
 
 
 def leave_signals_to_the_parent(worker: int) -> None:

@@ -33,6 +33,7 @@ from .pictures import save_grid
 from .pipelines.pipeline_decayed_sit import DecayedSiTPipeline
 from .pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 from .pipelines.scheduling_sit_sde import SiTSDEScheduler
+from .runs import loading
 
 
 def sample(
@@ -146,7 +147,8 @@ OURS = {
 
 def load_pipeline(model: str, revision: str | None = None, trust_remote_code: bool = False) -> DiffusionPipeline:
     """A pipeline from a folder or repository; one of ours with the classes of this package, so that no other code runs."""
-    index = DiffusionPipeline.load_config(model, revision=revision)
+    with loading(model):
+        index = DiffusionPipeline.load_config(model, revision=revision)
     name = index["_class_name"][-1] if isinstance(index["_class_name"], list) else index["_class_name"]
     if name not in OURS:
         return DiffusionPipeline.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)

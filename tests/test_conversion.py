@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 
 import pytest
 import torch
@@ -434,13 +435,45 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
 
 def test_help(capsys):
     assert main([]) == 0
-    assert "convert" in capsys.readouterr().out
+    explained = capsys.readouterr().out
+    assert "alpha * x + f(x)" in explained and "from nothing to a repository" in explained
+    commands = re.findall(r"^    (\w+) +\w", explained, re.MULTILINE)
+    assert commands == ["convert", "sample", "card", "publish"]
+    for command in commands:
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        shown = capsys.readouterr().out
+        assert stopped.value.code == 0 and re.search(rf"examples?:\n(.*\n)*? .*{command} ", shown)
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (
+            ["convert", "--from", "keras", "--checkpoint", "x", "--output", "y"],
+            "argument --from: invalid choice: 'keras'",
+        ),
+        (["nonsense"], "argument COMMAND: invalid choice: 'nonsense'"),
+        (["sample", "x", "--output", "y", "--num", "many"], "argument --num: invalid int value: 'many'"),
+        (["publish", "x"], "the following arguments are required: --repo_id"),
+    ],
+)
+def test_wrong_arguments_take_one_line(words, sentence, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["convert", "--help"])
-    assert stopped.value.code == 0 and "example:" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        main(["convert", "--from", "keras", "--checkpoint", "x", "--output", "y"])
-    assert stopped.value.code == 2 and "invalid choice" in capsys.readouterr().err
+        main(words)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1 and sentence in error
+
+
+@pytest.mark.parametrize("command", [["sample"], ["card"], ["publish", "--repo_id", "user/mine"]])
+@pytest.mark.parametrize("model", ["/nowhere", "outputs/nothing"])
+def test_missing_folders_take_one_line(command, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    output = ["--output", "samples"] if command == ["sample"] else []
+    assert main([command[0], model, *command[1:], *output]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and model in error and len(error) < 200
+    assert not list(tmp_path.iterdir())
 
 
 # Diffusion: weights under the official names, written out from a model of ours, must come back as that model.

@@ -20,7 +20,6 @@ import hashlib
 import json
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,6 +47,7 @@ from hf_decayed.runs import (
     boolean,
     flags_without_paths,
     load_images,
+    loading,
     one_sentence,
     share_cores,
     versions,
@@ -185,19 +185,6 @@ def main(arguments=None):
         print(f"heat map: {output.with_suffix('.png')}")
 
 
-@contextmanager
-def loading(model: str):
-    """What is neither here nor on the Hub is said to be so."""
-    try:
-        yield
-    except OSError as error:
-        if Path(model).exists():
-            raise
-        raise DataError(
-            f"'{model}' is no folder here, and no repository that could be had: {one_sentence(error)}"
-        ) from error
-
-
 # Features of an encoder.
 
 
@@ -306,9 +293,7 @@ def numbers_of(train, train_labels, test, test_labels, options) -> dict[str, flo
 
 
 def judge_pipeline(options, accelerator) -> dict:
-    with loading(options.model):
-        pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code)
-    pipeline = pipeline.to(accelerator.device)
+    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code).to(accelerator.device)
     if set(options.metrics) <= set(METRICS):
         return judge_blocks(pipeline, options, accelerator)
     settings = {

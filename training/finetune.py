@@ -51,6 +51,7 @@ from hf_decayed.runs import (
     identity_of,
     leave_signals_to_the_parent,
     load_labelled_images,
+    loading,
     names_of,
     one_sentence,
     parse_with_recipe,
@@ -143,13 +144,14 @@ def main():
     train, held_out, dataset_name, image_column, label_column, class_names = load_labelled_images(options, accelerator)
 
     # Model.
-    model = DecayedViTMAEForImageClassification.from_pretrained(
-        options.model,
-        dtype=torch.float32,
-        ignore_mismatched_sizes=True,
-        id2label=dict(enumerate(class_names)),
-        label2id={name: number for number, name in enumerate(class_names)},
-    )
+    with loading(options.model):
+        model = DecayedViTMAEForImageClassification.from_pretrained(
+            options.model,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            id2label=dict(enumerate(class_names)),
+            label2id={name: number for number, name in enumerate(class_names)},
+        )
     config = model.config
     for layer, rate in zip(model.vit.layers, np.linspace(0, options.drop_path, config.num_hidden_layers)):
         layer.dropout = DropPath(float(rate))

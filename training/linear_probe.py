@@ -50,6 +50,7 @@ from hf_decayed.runs import (
     identity_of,
     leave_signals_to_the_parent,
     load_images,
+    loading,
     one_sentence,
     resume_or_clear,
     share_cores,
@@ -104,8 +105,9 @@ def main():
 
     # Model.
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    model = AutoModel.from_pretrained(options.model, dtype=torch.float32, **origin).to(accelerator.device)
-    processor = AutoImageProcessor.from_pretrained(options.model, **origin)
+    with loading(options.model):
+        model = AutoModel.from_pretrained(options.model, dtype=torch.float32, **origin).to(accelerator.device)
+        processor = AutoImageProcessor.from_pretrained(options.model, **origin)
     feature = options.feature or f"last.{getattr(model.config, 'pooling', 'mean')}"
     encode = transformer_encoder(model.requires_grad_(False), [feature])
     num_channels = getattr(model.config, "num_channels", 3)

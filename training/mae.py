@@ -55,6 +55,7 @@ from hf_decayed.runs import (
     identity_of,
     leave_signals_to_the_parent,
     load_images,
+    loading,
     make_repository,
     names_of,
     one_sentence,
@@ -180,9 +181,10 @@ def main():
     slow_sdpa = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
     attention = options.attn_implementation or ("eager" if slow_sdpa else "sdpa")
     if options.init_from:
-        model = DecayedViTMAEForPreTraining.from_pretrained(
-            options.init_from, dtype=torch.float32, attn_implementation=attention, **options.fields
-        )
+        with loading(options.init_from):
+            model = DecayedViTMAEForPreTraining.from_pretrained(
+                options.init_from, dtype=torch.float32, attn_implementation=attention, **options.fields
+            )
     else:
         make_config = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
         model = DecayedViTMAEForPreTraining._from_config(

@@ -10,8 +10,8 @@ GRID is a file in `training/recipes/sweeps`, or a path to one: flags and config 
 (`flags`), by run (`runs`) or in every combination (`axes`), `seeds`, and flags of evaluate.py (`evaluation`). Each run is a
 process of mae.py and one of evaluate.py, or one of resnet.py (`script: resnet`), or one of uvit.py or sit.py and two of
 evaluate.py (`script: uvit`; `evaluation` has flags for `samples` and for `blocks`); what they find becomes a line of
-`<output_dir>/results.jsonl`. Run the same command again to go on where it stopped. `--report` makes tables (Markdown) and
-pictures of the lines that are there.
+`<output_dir>/results.jsonl`. Run the same command again to go on where it stopped, or with `--only` several at once, each for
+runs of its own. `--report` makes tables (Markdown) and pictures of the lines that are there.
 """
 
 import argparse
@@ -80,9 +80,8 @@ def main():
         report(read_records(records_file), options)
         return
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    done = {record["key"] for record in read_records(records_file)}
     for number, run in enumerate(runs, 1):
-        if run["key"] in done:
+        if run["key"] in {record["key"] for record in read_records(records_file)}:  # asked anew: others may write too
             continue
         print(f"run {number} of {len(runs)}: {run['name']}, seed {run['seed']}", flush=True)
         folder = options.output_dir / run["folder"]
