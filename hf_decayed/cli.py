@@ -167,6 +167,7 @@ def add_publish(commands):
     parser.add_argument("--revision", metavar="BRANCH", help="branch to push to; made if there is none")
     parser.add_argument("--message", help="of the commit")
     parser.add_argument("--dry_run", action="store_true", help="stage and prove, list every file, push nothing")
+    parser.add_argument("--keep", metavar="DIR", help="keep what was staged in this new folder")
     parser.set_defaults(run=run_publish)
 
 

@@ -56,13 +56,16 @@ def publish(
     revision: str | None = None,
     message: str | None = None,
     dry_run: bool = False,
+    keep: str | os.PathLike | None = None,
 ) -> str:
     """Stages, proves and pushes; returns what was done, or with `dry_run` what would be pushed.
 
-    Nothing in `model_dir` is changed. A push that fails leaves nothing half done: the files come in one commit, and the
+    Nothing in `model_dir` is changed; what was staged is kept in the new folder `keep`, if one is given. A push that fails leaves nothing half done: the files come in one commit, and the
     same command can be given again.
     """
     source = Path(model_dir)
+    if keep and Path(keep).exists():
+        raise PublishingError(f"'{keep}' is there already: name a new folder to keep what is staged.")
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder) / "repository"
         stage(source, staged)
@@ -71,6 +74,8 @@ def publish(
         files = sorted(path for path in staged.rglob("*") if path.is_file())
         listing = "\n".join(f"{size_of(path):>10}  {path.relative_to(staged).as_posix()}" for path in files)
         proof = f"loads without hf_decayed and gives what the source gives (largest difference {difference:.1e})"
+        if keep:
+            shutil.copytree(staged, keep)
         if dry_run:
             return f"{listing}\n{len(files)} files, {proof}; nothing was pushed to {repo_id}"
         try:

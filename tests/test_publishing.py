@@ -92,8 +92,14 @@ def test_published_and_loaded_by_name(kind, tmp_path):
 @pytest.mark.slow
 def test_what_would_be_pushed_is_listed(tmp_path, capsys):
     folder = trained(tmp_path / "out")
-    assert main(["publish", str(folder), "--repo_id", "user/mine", "--dry_run"]) == 0
+    command = ["publish", str(folder), "--repo_id", "user/mine", "--dry_run", "--keep", str(tmp_path / "kept")]
+    assert main(command) == 0
     printed = capsys.readouterr().out
+    kept = [
+        path.relative_to(tmp_path / "kept").as_posix() for path in (tmp_path / "kept").rglob("*") if path.is_file()
+    ]
+    assert kept and sorted(kept) == sorted(line.split()[-1] for line in printed.splitlines()[:-1])
+    assert main(command) == 2 and "is there already" in capsys.readouterr().err
     assert (
         "model.safetensors" in printed and "modeling_decayed_vit_mae.py" in printed and "0.1 kB  README.md" in printed
     )
