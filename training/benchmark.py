@@ -563,22 +563,34 @@ def kept_latents(arguments) -> dict:
 
 
 def sampling_steps(arguments) -> dict:
-    """Fifty steps of the pipeline against fifty calls of its network, which is as small as the bundled run's."""
+    """Fifty steps of the pipeline against what its network takes of them, in the same run of it; a small network."""
     steps, batch_size = 50, arguments.batch_size or 16
     model = DecayedUViT2DModel(patch_size=4, hidden_size=128, num_layers=8, num_attention_heads=4).to(arguments.device)
     pipeline = DecayedUViTPipeline(model.eval(), DPMSolverMultistepScheduler())
     pipeline.set_progress_bar_config(disable=True)
     noise = torch.randn(batch_size, 3, 32, 32, device=arguments.device)
+    network, pipeline_label = f"its {steps} calls of the network", f"pipeline, {steps} steps"
+    moments, found = [], {}
 
-    @torch.no_grad()
-    def calls():
-        for step in range(steps):
-            model(noise, torch.tensor(step))
+    def note_the_time(*_):
+        if arguments.device != "cpu":
+            torch.accelerator.synchronize()
+        moments.append(time.perf_counter())
 
-    runs = {
-        f"{steps} calls of the network": calls,
-        f"pipeline, {steps} steps": lambda: pipeline(latents=noise, batch_size=batch_size, num_inference_steps=steps),
-    }
+    model.register_forward_pre_hook(note_the_time)
+    model.register_forward_hook(note_the_time)
+
+    def part(label):
+        if label not in found:
+            moments.clear()
+            start = time.perf_counter()
+            pipeline(latents=noise, batch_size=batch_size, num_inference_steps=steps)
+            found[pipeline_label] = time.perf_counter() - start
+            assert len(moments) == 2 * steps, "the network was not called once a step"
+            found[network] = sum(end - start for start, end in zip(moments[::2], moments[1::2]))
+        return Seconds(found.pop(label))
+
+    runs = {network: lambda: part(network), pipeline_label: lambda: part(pipeline_label)}
     return take_turns(f"Sampling: {steps} steps, batch {batch_size}, small network", runs, batch_size, arguments)
 
 
