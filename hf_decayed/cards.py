@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
+PLACEHOLDER = "path/or/repository"  # in lines that load the model, as long as it has no name
 
 # Class in the config -> what it is, library, task.
 KINDS = {
@@ -63,7 +64,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
     decay = config["shortcut_decay"]
     results = read(folder / "results.json")
     evaluations = [read(file) for file in sorted((folder / "results").glob("*.json"))]
-    name = repo_id or "path/or/repository"
+    name = repo_id or PLACEHOLDER
     title = f"{noun[0].upper()}{noun[1:]}, shortcut_decay {decay:g}"
     data = ModelCardData(
         language=None,

@@ -23,6 +23,8 @@ from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModel
 
+from .cards import PLACEHOLDER
+
 
 # What runs leave beside the model: it stays here.
 STAYS_HERE = {"checkpoints", "arguments.json", "mae", "uvit", "sit", "reconstructions", "samples", "evaluated", "runs"}
@@ -69,6 +71,7 @@ def publish(
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder) / "repository"
         stage(source, staged)
+        name_the_repository(staged / "README.md", source, repo_id)
         refuse_unfit(staged)
         difference = prove(source, staged, Path(folder))
         files = sorted(path for path in staged.rglob("*") if path.is_file())
@@ -125,6 +128,15 @@ def stage(source: Path, staged: Path) -> None:
         (staged / "LICENSE").write_text(here.read_text() if here.exists() else installed)
     if not (staged / "README.md").exists():
         raise PublishingError(f"'{source}' has no card: write a README.md, or train with a script, which writes one.")
+
+
+def name_the_repository(card: Path, source: Path, repo_id: str) -> None:
+    """Lines of the card that load the model from no name yet, or from the folder it lies in, name where it goes."""
+    names = [PLACEHOLDER, str(source), "/".join(source.absolute().parts[-2:])]
+    text = card.read_text()
+    for name in names:
+        text = text.replace(f'from_pretrained("{name}"', f'from_pretrained("{repo_id}"')
+    card.write_text(text)
 
 
 def modules_of(staged: Path) -> set[str]:

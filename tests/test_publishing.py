@@ -28,6 +28,11 @@ tags:
 | kNN | rank |
 |---|---|
 | 57.5 % | 0.67 |
+
+```python
+model = AutoModel.from_pretrained("path/or/repository", trust_remote_code=True)
+other = AutoModel.from_pretrained("somebody/else")
+```
 """
 
 
@@ -79,6 +84,8 @@ def test_published_and_loaded_by_name(kind, tmp_path):
         path.relative_to(tmp_path / "hub/user/mine").as_posix() for path in (tmp_path / "hub/user/mine").rglob("*")
     }
     assert {"README.md", "LICENSE", "results.json"} <= pushed
+    card = (tmp_path / "hub/user/mine/README.md").read_text()
+    assert 'from_pretrained("user/mine", trust' in card and 'from_pretrained("somebody/else")' in card
     assert not any("checkpoints" in name or "arguments" in name for name in pushed)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     # The server is gone: a sentence, and the command can be given again.
@@ -100,9 +107,7 @@ def test_what_would_be_pushed_is_listed(tmp_path, capsys):
     ]
     assert kept and sorted(kept) == sorted(line.split()[-1] for line in printed.splitlines()[:-1])
     assert main(command) == 2 and "is there already" in capsys.readouterr().err
-    assert (
-        "model.safetensors" in printed and "modeling_decayed_vit_mae.py" in printed and "0.1 kB  README.md" in printed
-    )
+    assert "model.safetensors" in printed and "modeling_decayed_vit_mae.py" in printed and " kB  README.md" in printed
     assert "largest difference 0.0e+00" in printed and "nothing was pushed to user/mine" in printed
 
 
