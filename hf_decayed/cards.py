@@ -37,6 +37,12 @@ OWN_FIGURES = {
     "accuracy_top5": "accuracy, first five",
     "effective_rank": "effective rank (entropy) of held-out features",
 }
+# Of them the card shows those that are there.
+PICTURES = {
+    "samples.png": "samples",
+    "reconstructions.png": "images, what the encoder sees of them, and what is made of that",
+    "curves.png": "over training",
+}
 LIMITS = {
     "image-feature-extraction": "Features for nearest neighbours, probes and fine-tuning of images like those it was trained "
     "on; nothing else was tried. Not for contrastive training, which needs features of high rank; the paper reports that "
@@ -63,7 +69,8 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
     noun, library, task = KINDS[kind]
     decay = config["shortcut_decay"]
     results = read(folder / "results.json")
-    evaluations = [read(file) for file in sorted((folder / "results").glob("*.json"))]
+    files = sorted((folder / "results").glob("*.json"))
+    evaluations = [read(file) for file in files]
     name = repo_id or PLACEHOLDER
     title = f"{noun[0].upper()}{noun[1:]}, shortcut_decay {decay:g}"
     data = ModelCardData(
@@ -76,7 +83,10 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         eval_results=metadata_of(evaluations, task) or None,
     )
     figures = [own_table(results)] if own_table(results) else []
-    figures += [evaluation_text(evaluation) for evaluation in evaluations]
+    for file, evaluation in zip(files, evaluations):
+        figures.append(evaluation_text(evaluation))
+        if file.with_suffix(".png").exists():
+            figures.append(f"![every cell](results/{file.stem}.png)")
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -84,6 +94,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         description=f"{'An' if noun[0] in 'aeio' else 'A'} {noun}{trained_on(results)}.",
         decay=decay,
         parameters=parameters_of(folder),
+        pictures={text: name for name, text in PICTURES.items() if (folder / name).exists()},
         usage=usage(kind, config, index, name, results),
         training=training_text(results),
         evaluations=figures,

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # Scripts import one another. Last on the path: one of them is called like the library `evaluate`.
 sys.path.append(str(ROOT / "training"))
+sys.path.append(str(ROOT / "model_cards" / "space"))
 
 # Before any Hugging Face import: nothing here may reach out.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -72,6 +72,8 @@ def folder_of(kind, folder):
     (folder / "results.json").write_text(json.dumps({**RESULTS, "sampling": {"steps": 3, "guidance_scale": 2.0}}))
     (folder / "results").mkdir()
     (folder / "results" / "evaluation.json").write_text(json.dumps(EVALUATION))
+    for picture in ("curves.png", "results/evaluation.png"):
+        Image.new("L", (8, 8)).save(folder / picture)
     return folder
 
 
@@ -85,6 +87,8 @@ def test_a_card_shows_what_can_be_done_and_what_was_measured(kind, tmp_path):
     text = (folder / "README.md").read_text()
     assert str(tmp_path) not in text and "{{" not in text and "pin `revision`" in text
     assert "| kNN accuracy on held-out images | 57.5 % |" in text and "2 threads of a CPU" in text
+    pictures = re.findall(r"!\[.+\]\((.+)\)", text)
+    assert pictures == ["curves.png", "results/evaluation.png"]  # those that are there
     assert "not for contrastive" in text.lower() or "autoencoder" not in kind
     lines = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("user/mine", str(folder))
     found = {"image": Image.fromarray(np.zeros((40, 30, 3), dtype=np.uint8))}

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import compare
 import numpy as np
 import pytest
 import torch
@@ -24,8 +25,6 @@ from hf_decayed import (
 
 
 SPACE = ROOT / "model_cards" / "space"
-sys.path.append(str(SPACE))
-import compare  # noqa: E402
 
 
 @pytest.fixture(scope="module")
