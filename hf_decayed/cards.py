@@ -92,7 +92,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         template_path=str(TEMPLATE),
         title=title,
         description=f"{'An' if noun[0] in 'aeio' else 'A'} {noun}{trained_on(results)}.",
-        decay=decay,
+        shortcuts=shortcuts_text(config),
         parameters=parameters_of(folder),
         pictures={text: name for name, text in PICTURES.items() if (folder / name).exists()},
         usage=usage(kind, config, index, name, results),
@@ -115,6 +115,31 @@ def describe(folder: Path) -> tuple[str, dict, dict]:
     if kind not in KINDS:
         raise ValueError(f"'{folder}' holds no model or pipeline of ours ({kind}), so there is no card to make.")
     return kind, config, index
+
+
+def shortcuts_text(config: dict) -> str:
+    """What happens on the way past the branches, in words."""
+    decay, form = config["shortcut_decay"], config.get("residual_form", "decay")
+    if form != "decay":
+        factors = {"scale_both": "sqrt(0.5) * (x + f(x))", "scale_branch": "x + sqrt(0.5) * f(x)"}[form]
+        return f"Its residual blocks compute `{factors}`, an ablation of Zhang et al. (CVPR 2026); no shortcut is decayed."
+    if config.get("shortcut_schedule") == "learned":
+        how = "with an alpha for each branch that was learned, from 1 on"
+    elif decay == 1.0:
+        return (
+            "Its identity shortcuts are not decayed (`shortcut_decay` 1.0): the counterpart of networks in which they are "
+            "(Zhang et al., CVPR 2026)."
+        )
+    elif config.get("shortcut_schedule") == "constant":
+        how = f"with alpha {decay:g} everywhere"
+    else:
+        curve = {"linear": "linearly", "cosine": "as a cosine"}[config.get("shortcut_schedule", "linear")]
+        how = f"with alpha falling {curve} with depth, from 1 to {decay:g}"
+    scope = {"attention": " past attention", "mlp": " past the MLP"}.get(config.get("shortcut_scope"), "")
+    return (
+        f"Its identity shortcuts are decayed{scope}: residual blocks compute `alpha * x + f(x)`, {how} (Zhang et al., "
+        "CVPR 2026)."
+    )
 
 
 def usage(kind: str, config: dict, index: dict, name: str, results: dict) -> str:

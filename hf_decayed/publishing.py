@@ -19,9 +19,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import transformers
 from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModel
 
 from .cards import PLACEHOLDER
 
@@ -42,9 +42,13 @@ SECRETS = {
     "a token of GitHub": re.compile(r"\bgh[pousr]_[A-Za-z0-9]{30,}"),
     "a key of an API": re.compile(r"\bsk-[A-Za-z0-9_-]{20,}"),
 }
+# At the start of a value, or after what may stand before a path; addresses on the web (`//`) are none.
 LOCAL_PATH = re.compile(
-    r"^(/[^/\s]+/|~/|[A-Za-z]:[\\/])|(^|[\s=/\\])\.\.[\\/]|(\s|=)/(home|root|Users|tmp|mnt|work|data)/"
+    r"""(^|[\s'",:=(\[])(file:///|~/|[A-Za-z]:[\\/](?!/)|\.\.[\\/]"""
+    r"""|/(home|root|Users|tmp|mnt|media|work|data|scratch|var|opt|srv|private|workspace|content|kaggle)/)"""
 )
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
+ABSOLUTE = re.compile(r"^/[^/\s]+/")  # a whole value of JSON
 
 
 class PublishingError(ValueError):
@@ -166,8 +170,14 @@ def refuse_unfit(staged: Path) -> None:
         if path.suffix in (".json", ".jsonl"):
             for line in [text] if path.suffix == ".json" else text.splitlines():
                 for key, value in strings_of(json.loads(line)):
-                    if LOCAL_PATH.search(value):
+                    if LOCAL_PATH.search(value) or ABSOLUTE.search(value):
                         raise PublishingError(f"'{name}' holds a path of this machine under {key}: {value!r}.")
+        elif path.suffix != ".py" and path.name not in ("LICENSE", "NOTICE"):
+            for number, line in enumerate(text.splitlines(), 1):
+                if found := LOCAL_PATH.search(line):
+                    raise PublishingError(
+                        f"'{name}' holds a path of this machine in line {number}: {found[0].strip()}..."
+                    )
     check_card(staged)
 
 
@@ -196,7 +206,10 @@ def numbers_of(value) -> Iterator[float]:
 
 
 def check_card(staged: Path) -> None:
-    """Every number in a table of the card, and in its metadata's results, is in a results file, as it is or in per cent."""
+    """Every number in a table, and in the metadata's results, is in a results file, as it is or in per cent.
+
+    The first row of a table is its heading, and whole numbers in the first cell of another belong to its name.
+    """
     try:
         card = ModelCard.load(staged / "README.md")
     except Exception as error:  # YAML's own, and the client's
@@ -205,14 +218,17 @@ def check_card(staged: Path) -> None:
         raise PublishingError("The card has no metadata: begin README.md with a block between lines of '---'.")
     files = [*staged.glob("results*.json"), *staged.glob("results/*.json"), *staged.glob("evaluation*.json")]
     measured = [number for file in files for number in numbers_of(json.loads(file.read_text()))]
-    rows = [line for line in card.text.splitlines() if line.lstrip().startswith("|")]
-    claimed = [number for row in rows for number in re.findall(r"(?<![\w.])-?\d+\.\d+(?![\w.])", row)]
-    claimed += [str(result.metric_value) for result in card.data.eval_results or []]
+    lines = [line.strip() for line in card.text.splitlines()]
+    claimed = [str(result.metric_value) for result in card.data.eval_results or []]
+    for line, following in zip(lines, [*lines[1:], ""]):
+        if line.startswith("|") and not re.match(r"\|\s*:?-", following):
+            first, *others = line.strip("|").split("|")
+            claimed += [number for number in NUMBER.findall(first) if "." in number]
+            claimed += [number for cell in others for number in NUMBER.findall(cell)]
     for number in claimed:
-        digits = len(number.partition(".")[2])
-        if not any(
-            abs(scale * value - float(number)) <= 0.5000001 * 10**-digits for value in measured for scale in (1, 100)
-        ):
+        mantissa, _, exponent = number.partition("e")
+        unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))  # of the last digit shown
+        if not any(abs(scale * value - float(number)) <= 0.5000001 * unit for value in measured for scale in (1, 100)):
             raise PublishingError(
                 f"The card says {number}, which no results file does: README.md shows what was measured."
             )
@@ -230,7 +246,13 @@ def answer_of(loaded):
     size = size if isinstance(size, (list, tuple)) else (size, size)
     images = torch.randn(2, loaded.config.num_channels, *size, generator=generator)
     with torch.no_grad():
-        return loaded.eval()(images).last_hidden_state.float()
+        if hasattr(loaded, "reconstruct"):  # it masks, by this noise
+            patch = loaded.config.patch_size
+            patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+            noise = torch.rand(2, (size[0] // patch[0]) * (size[1] // patch[1]), generator=generator)
+            return loaded.eval().reconstruct(images, noise=noise)[0].float()
+        outputs = loaded.eval()(images)
+    return (outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state).float()
 
 
 LOADING = """
@@ -250,7 +272,10 @@ def prove(source: Path, staged: Path, folder: Path) -> float:
 
         loader, expected = ("diffusers", "DiffusionPipeline"), answer_of(load_pipeline(str(source)))
     else:
-        loader, expected = ("transformers", "AutoModel"), answer_of(AutoModel.from_pretrained(source))
+        architecture = (json.loads((staged / "config.json").read_text()).get("architectures") or [""])[0]
+        head = next((head for head in ("ForPreTraining", "ForImageClassification") if architecture.endswith(head)), "")
+        loader = ("transformers", f"AutoModel{head}")
+        expected = answer_of(getattr(transformers, loader[1]).from_pretrained(source))
     output = folder / "answer.safetensors"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_TOKEN")}
     environment |= {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}

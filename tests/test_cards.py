@@ -18,7 +18,7 @@ from hf_decayed import (
     DecayedViTMAEForImageClassification,
     DecayedViTMAEForPreTraining,
 )
-from hf_decayed.cards import write_card
+from hf_decayed.cards import shortcuts_text, write_card
 from hf_decayed.cli import main
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
@@ -112,3 +112,19 @@ def test_no_card_for_what_is_not_ours(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["ViTModel"]}))
     assert main(["card", str(tmp_path)]) == 2
     assert "holds no model or pipeline of ours (ViTModel)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"shortcut_decay": 0.6}, "alpha falling linearly with depth, from 1 to 0.6"),
+        ({"shortcut_decay": 0.6, "shortcut_schedule": "cosine"}, "alpha falling as a cosine"),
+        ({"shortcut_decay": 0.6, "shortcut_schedule": "constant"}, "alpha 0.6 everywhere"),
+        ({"shortcut_decay": 0.6, "shortcut_schedule": "learned"}, "that was learned"),
+        ({"shortcut_decay": 0.6, "shortcut_scope": "mlp"}, "are decayed past the MLP"),
+        ({"shortcut_decay": 1.0}, "are not decayed"),
+        ({"shortcut_decay": 1.0, "residual_form": "scale_both"}, "`sqrt(0.5) * (x + f(x))`"),
+    ],
+)
+def test_a_card_says_what_becomes_of_the_shortcuts(config, words):
+    assert words in shortcuts_text(config)

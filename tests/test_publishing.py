@@ -127,8 +127,13 @@ def test_what_would_be_pushed_is_listed(tmp_path, capsys):
         ),
         ("more.jsonl", '{"a": "x"}\n{"from": "../images"}', "'more.jsonl' holds a path of this machine under 'from'"),
         ("more.json", '{"command": "mae.py --dataset_path /data/x"}', "a path of this machine under 'command'"),
+        ("more.json", '{"command": "mae.py --dataset_path \'/scratch/my images\'"}', "a path of this machine under"),
+        ("notes.md", "I ran\nit in ~/images", "'notes.md' holds a path of this machine in line 2: ~/"),
+        ("notes.yaml", "data: file:///home/me", "'notes.yaml' holds a path of this machine in line 1: file:///"),
         ("video.mp4", "x", "'video.mp4' is nothing that a model repository holds"),
         ("README.md", CARD.replace("57.5", "63.9"), "The card says 63.9, which no results file does"),
+        ("README.md", CARD.replace("0.67", "91"), "The card says 91, which no results file does"),
+        ("README.md", CARD.replace("0.67", "0.67 +- 3.6e-02"), "The card says 3.6e-02, which no results file does"),
         ("README.md", "# A model", "The card has no metadata"),
     ],
 )

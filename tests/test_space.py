@@ -1,6 +1,7 @@
 """The Space: what it computes, and its page in a browser."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import compare
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -47,7 +49,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def space(models, monkeypatch):
     monkeypatch.setenv("MODELS", str(models))
-    for function in (compare.autoencoders, compare.generator, compare.gallery, compare.gallery_features):
+    for function in (compare.autoencoders, compare.generator, compare.load_gallery, compare.gallery_features):
         function.cache_clear()
     return compare
 
@@ -73,7 +75,14 @@ def test_pictures_become_like_those_of_the_data_set():
         pixels = np.asarray(compare.prepare("clothes", shirt(background)))
         assert pixels.shape == (28, 28) and pixels[:, 0].max() < 10 and pixels[14, 14] > 30
     cut_out = Image.new("RGBA", (50, 50), (255, 255, 255, 0))
-    assert np.asarray(compare.prepare("clothes", cut_out)).max() == 0
+    cut_out.paste((90, 90, 90, 255), (10, 10, 40, 40))
+    for image in (cut_out, cut_out.quantize()):  # what is under the transparency is not looked at
+        for kind in ("clothes", "photographs"):
+            pixels = np.asarray(compare.prepare(kind, image))
+            assert pixels[0].max() == 0 and 80 < pixels[14, 14].mean() < 100
+    deep = Image.fromarray(np.linspace(0, 40000, 2500).reshape(50, 50).astype(np.uint16))
+    pixels = np.asarray(compare.prepare("photographs", deep))
+    assert pixels.min() < 10 and pixels.max() > 245 and 100 < pixels.mean() < 155
     photograph = compare.prepare("photographs", Image.new("RGBA", (200, 100), "orange"))
     assert photograph.size == (32, 32) and photograph.mode == "RGB"
 
@@ -113,10 +122,37 @@ def test_layers_and_seeds_make_a_difference(space):
     assert all(first[name].tobytes() == again[name].tobytes() for name in ("seen", "reconstructed", "components"))
 
 
-def test_photographs_go_without_neighbours_where_there_is_no_network(space):
+def test_photographs_go_without_neighbours_while_there_is_no_network(space, monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
     found = space.compare("photographs", shirt(), 0.75, 4, 0)
     assert [each["neighbours"] for each in found] == [[], []]
     assert found[1]["reconstructed"].mode == "RGB"
+    # Nothing of that is kept: the next one who asks may have more luck.
+    features = datasets.Features({"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["apple", "boy"])})
+    images = [Image.fromarray(np.random.randint(0, 255, (32, 32, 3), dtype=np.uint8)) for _ in range(20)]
+    reachable = datasets.Dataset.from_dict({"img": images, "fine_label": [0, 1] * 10}, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: reachable)
+    found = space.compare("photographs", images[3], 0.75, 4, 0)
+    assert [each["neighbours"][0][1] for each in found] == ["boy", "boy"]
+
+
+def test_features_after_the_last_layer_are_those_that_are_evaluated(space):
+    for model in space.autoencoders("clothes"):
+        image = space.prepare("clothes", shirt())
+        with torch.no_grad():
+            expected = model.model.vit(model.pixels([image])).last_hidden_state
+        assert torch.equal(model.layers([image])[-1], expected)
+
+
+def test_the_space_pins_the_versions_that_were_tried():
+    pinned = (ROOT / "constraints.txt").read_text().split()
+    lines = [line for line in (SPACE / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) == 5 and set(lines) <= set(pinned)
+    sdk = re.search(r"sdk_version: (.+)", (SPACE / "README.md").read_text())[1]
+    assert f"gradio=={sdk}" in pinned
 
 
 def test_samples_are_of_a_class_and_repeat(space):

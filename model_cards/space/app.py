@@ -11,9 +11,10 @@ INTRODUCTION = """
 # Decayed identity shortcuts, looked at
 
 In every residual block `x <- alpha * x + f(x)`, with alpha falling from 1 to `shortcut_decay` over the depth
-([Zhang et al., CVPR 2026](https://arxiv.org/abs/2404.10947)). Two small masked autoencoders, trained alike but for that
-(and the skips from encoder to decoder that come with it), look at the same picture. They were trained for an hour or so on
-a CPU with images of 28 or 32 pixels: see how features differ, and expect no miracles.
+([Zhang et al., CVPR 2026](https://arxiv.org/abs/2404.10947)). Two small masked autoencoders, trained for as many steps on the
+same images, look at the same picture: an ordinary one, and one with the decay and what belongs to it (a decoder that sees
+the image through skips from the encoder, branches that start at zero). An hour or so on a CPU, images of 28 or 32 pixels: see
+how features differ, and expect no miracles.
 """
 NO_NEIGHBOURS = "There are no neighbours to show: CIFAR-100, whose images they are, could not be loaded here."
 
@@ -38,6 +39,8 @@ def show(kind, image, mask_ratio, layer, seed):
 
 
 def draw_class(kind, name, count, steps, guidance, seed, progress=gr.Progress()):  # noqa: B008, how gradio finds it
+    if name not in class_names(kind):  # the list has not followed yet
+        name = class_names(kind)[0]
     return draw(
         kind, name, int(count), int(steps), guidance, int(seed or 0), lambda done, steps: progress((done, steps))
     )
@@ -53,16 +56,16 @@ def offer_classes(kind):
     return gr.Dropdown(choices=names, value=names[0])
 
 
-with gr.Blocks(title="Decayed identity shortcuts") as page:
+with gr.Blocks(title="Decayed identity shortcuts", delete_cache=(3600, 3600)) as page:
     gr.Markdown(INTRODUCTION)
     with gr.Tab("Features"):
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
                 kind = gr.Radio(list(KINDS), value="clothes", label="Trained on")
-                image = gr.Image(type="pil", label="Picture", height=240)
+                image = gr.Image(type="pil", image_mode=None, label="Picture", height=240)  # transparency is kept
                 mask_ratio = gr.Slider(0.25, 0.9, value=0.75, step=0.05, label="Share that is hidden")
                 layer = gr.Slider(0, 12, value=12, step=1, label="Features after layer")
-                seed = gr.Number(0, precision=0, label="Seed of the mask")
+                seed = gr.Number(0, precision=0, minimum=0, maximum=2**32 - 1, label="Seed of the mask")
                 button = gr.Button("Compare", variant="primary")
             outputs = []
             for title in ("Plain", "Decayed"):
@@ -97,7 +100,7 @@ with gr.Blocks(title="Decayed identity shortcuts") as page:
                 count = gr.Slider(1, 16, value=8, step=1, label="How many")
                 steps = gr.Slider(5, 100, value=25, step=5, label="Steps")
                 guidance = gr.Slider(1, 5, value=2, step=0.5, label="Guidance (1 is none)")
-                drawn_seed = gr.Number(0, precision=0, label="Seed")
+                drawn_seed = gr.Number(0, precision=0, minimum=0, maximum=2**32 - 1, label="Seed")
                 draw_button = gr.Button("Draw", variant="primary")
             with gr.Column(scale=3):
                 samples = pictures("Samples", columns=4, height=640)
@@ -106,4 +109,4 @@ with gr.Blocks(title="Decayed identity shortcuts") as page:
 
 
 if __name__ == "__main__":
-    page.queue(max_size=20).launch()
+    page.queue(max_size=20).launch(max_file_size="20mb", show_error=True)

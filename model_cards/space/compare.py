@@ -5,8 +5,10 @@ folder or owner the variable `MODELS` names. They run with the code that lies in
 """
 
 import json
+import logging
 import os
-from functools import cache
+import threading
+from functools import cache, wraps
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ HERE = Path(__file__).parent
 # What pictures are of -> data set; its models are `plain-mae-<data set>`, `decayed-mae-<data set>` and a generator.
 KINDS = {"clothes": "fashion-mnist", "photographs": "cifar100"}
 GENERATORS = {"clothes": "decayed-sit-fashion-mnist", "photographs": "decayed-uvit-cifar100"}
+LOADING = threading.RLock()
 SHOWN_SIZE = 224  # pixels; the models' images are so small that they are looked at enlarged
 
 
@@ -29,6 +32,20 @@ def source_of(name: str) -> str:
     """Where a model is loaded from: a folder, or a repository of an owner."""
     place = os.environ.get("MODELS") or os.environ.get("SPACE_AUTHOR_NAME") or str(HERE.parent)
     return str(Path(place) / name) if Path(place).is_dir() else f"{place}/{name}"
+
+
+def loaded_once(function):
+    """Kept when it succeeds, and by one thread at a time: while diffusers builds a network, whatever else is loaded would
+    be left without weights."""
+    kept = cache(function)
+
+    @wraps(function)
+    def call(*arguments):
+        with LOADING:
+            return kept(*arguments)
+
+    call.cache_clear = kept.cache_clear
+    return call
 
 
 class Autoencoder:
@@ -48,8 +65,12 @@ class Autoencoder:
 
     @torch.no_grad()
     def layers(self, images: list[Image.Image]) -> list[torch.Tensor]:
-        """Tokens after the embedding and after every layer, the class token first; nothing is masked."""
-        return list(self.model.vit(self.pixels(images), output_hidden_states=True).hidden_states)
+        """Tokens after the embedding and after every layer, the class token first; nothing is masked.
+
+        The last are the encoder's output, which a plain one has normalised.
+        """
+        outputs = self.model.vit(self.pixels(images), output_hidden_states=True)
+        return [*outputs.hidden_states[:-1], outputs.last_hidden_state]
 
     def reconstruct(self, image: Image.Image, mask_ratio: float, seed: int) -> list[Image.Image]:
         """What the encoder sees, and the whole image as the decoder completes it."""
@@ -83,38 +104,43 @@ class Autoencoder:
         return as_picture(grid.numpy()), share
 
 
-@cache
+@loaded_once
 def autoencoders(kind: str) -> tuple[Autoencoder, Autoencoder]:
     """The plain one and the decayed one."""
     return Autoencoder(f"plain-mae-{KINDS[kind]}"), Autoencoder(f"decayed-mae-{KINDS[kind]}")
 
 
-@cache
+@loaded_once
 def generator(kind: str):
     pipeline = DiffusionPipeline.from_pretrained(source_of(GENERATORS[kind]), trust_remote_code=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-@cache
 def gallery(kind: str) -> tuple[list[Image.Image], list[str]]:
-    """Images to look for neighbours in, and their names; none where they cannot be had."""
-    if kind == "clothes":  # 1,000 test images of Fashion-MNIST (MIT), in rows of 40
+    """Images to look for neighbours in, and their names; none where they cannot be had, which is tried again."""
+    try:
+        return load_gallery(kind)
+    except Exception as error:  # no network, no library, no repository: the page goes without neighbours
+        logging.warning("No gallery of %s: %s", kind, error)
+        return [], []
+
+
+@loaded_once
+def load_gallery(kind: str) -> tuple[list[Image.Image], list[str]]:
+    if kind == "clothes":  # 1,000 test images of Fashion-MNIST, in rows of 40
         sheet = Image.open(HERE / "gallery.png")
         names = json.loads((HERE / "gallery.json").read_text())
         corners = [(28 * (place % 40), 28 * (place // 40)) for place in range(len(names))]
         return [sheet.crop((left, top, left + 28, top + 28)) for left, top in corners], names
-    try:  # CIFAR-100 states no licence, so that it is not shipped here
-        from datasets import load_dataset
+    from datasets import load_dataset  # CIFAR-100 states no licence, so that it is not shipped here
 
-        images = load_dataset("uoft-cs/cifar100", split="test[:2000]")
-    except Exception:  # no network, no library, no repository: the page goes without neighbours
-        return [], []
+    images = load_dataset("uoft-cs/cifar100", split="test[:2000]")
     names = images.features["fine_label"].names
     return list(images["img"]), [names[label] for label in images["fine_label"]]
 
 
-@cache
+@loaded_once
 def gallery_features(kind: str, number: int) -> list[torch.Tensor]:
     """Of every layer of one of the two models: a normalised feature for each image, the mean of its tokens."""
     model, images = autoencoders(kind)[number], gallery(kind)[0]
@@ -135,11 +161,15 @@ def neighbours(kind: str, number: int, image: Image.Image, layer: int, count: in
 def prepare(kind: str, image: Image.Image) -> Image.Image:
     """A square picture like those of the data set: photographs are cut, clothes stand on black and are grey."""
     image = ImageOps.exif_transpose(image)
-    if kind == "photographs":
-        return ImageOps.fit(image.convert("RGB"), (32, 32), Image.Resampling.BICUBIC)
-    if image.mode in ("RGBA", "LA", "P"):  # what is transparent is background
+    if image.mode.startswith(("I", "F")):  # more than eight bits: from the darkest to the lightest that there is
+        values = np.asarray(image, dtype=np.float64)
+        span = max(values.max() - values.min(), 1e-12)
+        image = Image.fromarray((255 * (values - values.min()) / span).round().astype(np.uint8))
+    if image.has_transparency_data:  # what cannot be seen is background
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
+    if kind == "photographs":
+        return ImageOps.fit(image.convert("RGB"), (32, 32), Image.Resampling.BICUBIC)
     grey = image.convert("L")
     pixels = np.asarray(grey)
     if np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]).mean() > 127:
