@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY_SIZES, random_weights
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from PIL import Image, ImageDraw
 
 from hf_decayed import (
     DecayedSiTPipeline,
     DecayedSiTTransformer2DModel,
+    DecayedUViT2DModel,
+    DecayedUViTPipeline,
     DecayedViTMAEConfig,
     DecayedViTMAEForPreTraining,
 )
@@ -40,9 +42,13 @@ def models(tmp_path_factory):
             model = DecayedViTMAEForPreTraining(make(**{**TINY_SIZES, **fields, "norm_pix_loss": True}))
             random_weights(model).save_pretrained(folder / f"{name}-mae-{kind}")
     sizes = {"sample_size": 28, "patch_size": 7, "in_channels": 1, "hidden_size": 32, "num_layers": 4}
+    names = {0: "Coat", 1: "Bag"}
     network = DecayedSiTTransformer2DModel(**sizes, num_attention_heads=4, num_classes=2)
-    pipeline = DecayedSiTPipeline(network, FlowMatchEulerDiscreteScheduler(), id2label={0: "Coat", 1: "Bag"})
+    pipeline = DecayedSiTPipeline(network, FlowMatchEulerDiscreteScheduler(), id2label=names)
     pipeline.save_pretrained(folder / "decayed-sit-fashion-mnist")
+    network = DecayedUViT2DModel(**sizes, num_attention_heads=4, num_classes=2)
+    pipeline = DecayedUViTPipeline(network, DPMSolverMultistepScheduler(), id2label=names)
+    pipeline.save_pretrained(folder / "decayed-uvit-fashion-mnist")
     return folder
 
 
@@ -155,12 +161,13 @@ def test_the_space_pins_the_versions_that_were_tried():
     assert f"gradio=={sdk}" in pinned
 
 
-def test_samples_are_of_a_class_and_repeat(space):
-    assert space.class_names("clothes") == ["Coat", "Bag"]
+@pytest.mark.parametrize("which", compare.GENERATORS)
+def test_samples_are_of_a_class_and_repeat(which, space):
+    assert space.class_names(which) == ["Coat", "Bag"]
     told = []
-    images = space.draw("clothes", "Bag", 3, 4, 2.0, 0, lambda done, steps: told.append((done, steps)))
+    images = space.draw(which, "Bag", 3, 4, 2.0, 0, lambda done, steps: told.append((done, steps)))
     assert len(images) == 3 and images[0].size == (224, 224) and told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    again = space.draw("clothes", "Bag", 3, 4, 2.0, 0)
+    again = space.draw(which, "Bag", 3, 4, 2.0, 0)
     assert [image.tobytes() for image in images] == [image.tobytes() for image in again]
 
 

@@ -4,7 +4,7 @@ python app.py
 """
 
 import gradio as gr
-from compare import KINDS, class_names, compare, draw, gallery
+from compare import GENERATORS, KINDS, class_names, compare, draw, gallery
 
 
 INTRODUCTION = """
@@ -38,11 +38,11 @@ def show(kind, image, mask_ratio, layer, seed):
     return shown
 
 
-def draw_class(kind, name, count, steps, guidance, seed, progress=gr.Progress()):  # noqa: B008, how gradio finds it
-    if name not in class_names(kind):  # the list has not followed yet
-        name = class_names(kind)[0]
+def draw_class(which, name, count, steps, guidance, seed, progress=gr.Progress()):  # noqa: B008, how gradio finds it
+    if name not in class_names(which):  # the list has not followed yet
+        name = class_names(which)[0]
     return draw(
-        kind, name, int(count), int(steps), guidance, int(seed or 0), lambda done, steps: progress((done, steps))
+        which, name, int(count), int(steps), guidance, int(seed or 0), lambda done, steps: progress((done, steps))
     )
 
 
@@ -51,9 +51,9 @@ def pictures(label, columns, height):
     return gr.Gallery(label=label, show_label=False, columns=columns, height=height, object_fit="contain")
 
 
-def offer_classes(kind):
-    names = class_names(kind)
-    return gr.Dropdown(choices=names, value=names[0])
+def offer_classes(which, name):
+    names = class_names(which)
+    return gr.Dropdown(choices=names, value=name if name in names else names[0])
 
 
 with gr.Blocks(title="Decayed identity shortcuts", delete_cache=(3600, 3600)) as page:
@@ -94,8 +94,8 @@ with gr.Blocks(title="Decayed identity shortcuts", delete_cache=(3600, 3600)) as
     with gr.Tab("Samples"):
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
-                drawn_kind = gr.Radio(list(KINDS), value="clothes", label="Trained on")
-                names = class_names("clothes")
+                which = gr.Radio(list(GENERATORS), value=next(iter(GENERATORS)), label="Generator")
+                names = class_names(which.value)
                 name = gr.Dropdown(names, value=names[0], label="Class")
                 count = gr.Slider(1, 16, value=8, step=1, label="How many")
                 steps = gr.Slider(5, 100, value=25, step=5, label="Steps")
@@ -104,8 +104,8 @@ with gr.Blocks(title="Decayed identity shortcuts", delete_cache=(3600, 3600)) as
                 draw_button = gr.Button("Draw", variant="primary")
             with gr.Column(scale=3):
                 samples = pictures("Samples", columns=4, height=640)
-        drawn_kind.change(offer_classes, drawn_kind, name, api_name="classes")
-        draw_button.click(draw_class, [drawn_kind, name, count, steps, guidance, drawn_seed], samples, api_name="draw")
+        which.change(offer_classes, [which, name], name, api_name="classes")
+        draw_button.click(draw_class, [which, name, count, steps, guidance, drawn_seed], samples, api_name="draw")
 
 
 if __name__ == "__main__":

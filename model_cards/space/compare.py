@@ -21,9 +21,9 @@ from transformers import AutoImageProcessor, AutoModelForPreTraining
 
 HERE = Path(__file__).parent
 
-# What pictures are of -> data set; its models are `plain-mae-<data set>`, `decayed-mae-<data set>` and a generator.
+# What pictures are of -> data set; its autoencoders are `plain-mae-<data set>` and `decayed-mae-<data set>`.
 KINDS = {"clothes": "fashion-mnist", "photographs": "cifar100"}
-GENERATORS = {"clothes": "decayed-sit-fashion-mnist", "photographs": "decayed-uvit-cifar100"}
+GENERATORS = {"U-ViT, clothes": "decayed-uvit-fashion-mnist", "SiT, clothes": "decayed-sit-fashion-mnist"}
 LOADING = threading.RLock()
 SHOWN_SIZE = 224  # pixels; the models' images are so small that they are looked at enlarged
 
@@ -111,8 +111,8 @@ def autoencoders(kind: str) -> tuple[Autoencoder, Autoencoder]:
 
 
 @loaded_once
-def generator(kind: str):
-    pipeline = DiffusionPipeline.from_pretrained(source_of(GENERATORS[kind]), trust_remote_code=True)
+def generator(which: str):
+    pipeline = DiffusionPipeline.from_pretrained(source_of(GENERATORS[which]), trust_remote_code=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -199,11 +199,11 @@ def compare(kind: str, image: Image.Image, mask_ratio: float, layer: int, seed: 
     return found
 
 
-def class_names(kind: str) -> list[str]:
-    return list(generator(kind).config.id2label.values())
+def class_names(which: str) -> list[str]:
+    return list(generator(which).config.id2label.values())
 
 
-def draw(kind: str, name: str, count: int, steps: int, guidance: float, seed: int, on_step=None) -> list[Image.Image]:
+def draw(which: str, name: str, count: int, steps: int, guidance: float, seed: int, on_step=None) -> list[Image.Image]:
     """Images of a class; `on_step(done, steps)` is told how far it is."""
 
     def tell(pipeline, step, timestep, tensors):
@@ -211,7 +211,7 @@ def draw(kind: str, name: str, count: int, steps: int, guidance: float, seed: in
             on_step(step + 1, steps)
         return tensors
 
-    images = generator(kind)(
+    images = generator(which)(
         [name] * count,
         num_inference_steps=steps,
         guidance_scale=guidance,
