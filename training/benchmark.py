@@ -393,25 +393,39 @@ def benchmark_eval(arguments) -> list[dict]:
             tables.append(take_turns(title, {label: run}, number, arguments))
             tables[-1]["rows"][label]["extra memory (MB)"] = extra_memory(run)
 
-    # Extraction with everything round it (reading, decoding, processor, shards) against the forward pass alone.
-    model = DecayedViTMAEModel(DecayedViTMAEConfig(**SIZES["tiny"]["fields"], num_channels=1)).to(arguments.device)
-    processor = image_processor(model.config)
-    images = ImagesInOrder(load_splits()[1].select(range(512)), "image", "label", processor, num_channels=1)
-    batches = [images.__getitems__(list(range(start, start + 64)))["pixel_values"] for start in range(0, 512, 64)]
-    encode = transformer_encoder(model, ["last.mean"])
-
-    def extraction():
-        with tempfile.TemporaryDirectory() as folder:
-            extract_features(encode, images, folder, {}, batch_size=64)
-
-    @torch.no_grad()
-    def forward():
-        for batch in batches:
-            encode(batch.to(arguments.device), [])
-
-    runs = {"forward pass alone": forward, "extract_features": extraction}
-    tables.append(take_turns("features of 512 bundled images, tiny", runs, 512, arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        photographs = Dataset.from_dict({"image": save_photographs(Path(folder), 16)})
+        tables.append(extraction("tiny", load_splits()[1].select(range(512)), 1, "bundled images", arguments))
+        tables.append(
+            extraction("base", photographs.cast_column("image", datasets.Image()), 3, "photographs", arguments)
+        )
     return tables
+
+
+def extraction(size: str, dataset: Dataset, num_channels: int, what: str, arguments) -> dict:
+    """Features with everything round them (reading, decoding, processor, shards) against the forward passes in it."""
+    config = DecayedViTMAEConfig(**SIZES[size]["fields"], num_channels=num_channels)
+    model = DecayedViTMAEModel(config).to(arguments.device)
+    images = ImagesInOrder(dataset, "image", None, image_processor(config), num_channels=num_channels)
+    encode = transformer_encoder(model, ["last.mean"])
+    seconds = []
+
+    def timed(*inputs):
+        start = time.perf_counter()
+        found = encode(*inputs)
+        if arguments.device != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+        return found
+
+    def run():
+        seconds.clear()
+        with tempfile.TemporaryDirectory() as folder:
+            extract_features(timed, images, folder, {}, batch_size=min(64, SIZES[size]["batch_size"]))
+        return sum(seconds)
+
+    runs = part_and_whole("its forward passes", "extract_features", run)
+    return take_turns(f"features of {len(images)} {what}, {size}", runs, len(images), arguments)
 
 
 OFFICIAL = "the official arithmetic"
@@ -569,8 +583,7 @@ def sampling_steps(arguments) -> dict:
     pipeline = DecayedUViTPipeline(model.eval(), DPMSolverMultistepScheduler())
     pipeline.set_progress_bar_config(disable=True)
     noise = torch.randn(batch_size, 3, 32, 32, device=arguments.device)
-    network, pipeline_label = f"its {steps} calls of the network", f"pipeline, {steps} steps"
-    moments, found = [], {}
+    moments = []
 
     def note_the_time(*_):
         if arguments.device != "cpu":
@@ -580,18 +593,28 @@ def sampling_steps(arguments) -> dict:
     model.register_forward_pre_hook(note_the_time)
     model.register_forward_hook(note_the_time)
 
-    def part(label):
+    def run():
+        moments.clear()
+        pipeline(latents=noise, batch_size=batch_size, num_inference_steps=steps)
+        assert len(moments) == 2 * steps, "the network was not called once a step"
+        return sum(end - start for start, end in zip(moments[::2], moments[1::2]))
+
+    runs = part_and_whole(f"its {steps} calls of the network", f"pipeline, {steps} steps", run)
+    return take_turns(f"Sampling: {steps} steps, batch {batch_size}, small network", runs, batch_size, arguments)
+
+
+def part_and_whole(part_label: str, whole_label: str, run) -> dict:
+    """Two runs that are one: `run` returns the seconds of a part of it, which is compared with the whole of the same run."""
+    found = {}
+
+    def measured(label):
         if label not in found:
-            moments.clear()
             start = time.perf_counter()
-            pipeline(latents=noise, batch_size=batch_size, num_inference_steps=steps)
-            found[pipeline_label] = time.perf_counter() - start
-            assert len(moments) == 2 * steps, "the network was not called once a step"
-            found[network] = sum(end - start for start, end in zip(moments[::2], moments[1::2]))
+            found[part_label] = run()
+            found[whole_label] = time.perf_counter() - start
         return Seconds(found.pop(label))
 
-    runs = {network: lambda: part(network), pipeline_label: lambda: part(pipeline_label)}
-    return take_turns(f"Sampling: {steps} steps, batch {batch_size}, small network", runs, batch_size, arguments)
+    return {label: lambda label=label: measured(label) for label in (part_label, whole_label)}
 
 
 def extra_memory(run) -> int:
