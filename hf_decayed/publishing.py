@@ -121,6 +121,12 @@ def stage(source: Path, staged: Path) -> None:
             raise PublishingError(f"'{name}' is nothing that a model repository holds: move it out of '{source}'.")
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, staged / name)
+    for config in staged.rglob(
+        "*config.json"
+    ):  # where a part was loaded from, which diffusers writes down, nobody needs
+        content = json.loads(config.read_text())
+        if content.pop("_name_or_path", None) is not None:
+            config.write_text(json.dumps(content, indent=2) + "\n")
     if not list(staged.rglob("*.safetensors")):
         raise PublishingError(f"'{source}' holds no weights (.safetensors).")
     for module in modules_of(staged):

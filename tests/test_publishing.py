@@ -15,6 +15,7 @@ from hf_decayed.cli import main
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 from hf_decayed.publishing import PublishingError, prove, refuse_unfit, stage
+from hf_decayed.sampling import load_pipeline
 
 
 CARD = """---
@@ -166,3 +167,15 @@ def test_code_that_does_something_else_is_found_out(tmp_path):
     code.write_text(code.read_text().replace("hidden_states, alpha=alpha)", "hidden_states, alpha=0.5 * alpha)"))
     with pytest.raises(PublishingError, match="gives something else than"):
         prove(folder, tmp_path / "staged", tmp_path)
+
+
+def test_where_a_part_came_from_stays_here(tmp_path):
+    folder = trained(tmp_path / "out", pipeline=True)
+    load_pipeline(str(folder)).save_pretrained(tmp_path / "again")
+    config = tmp_path / "again" / "unet" / "config.json"
+    assert str(tmp_path) in json.loads(config.read_text())["_name_or_path"]  # diffusers'
+    (tmp_path / "again" / "README.md").write_text(CARD)
+    (tmp_path / "again" / "results.json").write_text((folder / "results.json").read_text())
+    stage(tmp_path / "again", tmp_path / "staged")
+    refuse_unfit(tmp_path / "staged")
+    assert str(tmp_path) in config.read_text()  # of the source nothing is changed
