@@ -108,12 +108,12 @@ def boolean(text: str) -> bool:
 
 
 def flags_without_paths() -> list[str]:
-    """The command line; of local files and folders it holds the name, not where they lie."""
+    """The command line; of files and folders elsewhere than under this one it holds the name, not where they lie."""
     words = []
     for word in sys.argv[1:]:
         flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        local = Path(value).is_absolute() or ("/" in value and Path(value).exists())
-        words.append(flag + equals + (Path(value).name if local else value))
+        elsewhere = Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts
+        words.append(flag + equals + (Path(value).name if elsewhere else value))
     return words
 
 

@@ -12,21 +12,19 @@ from hf_decayed.runs import MetricsFile, flags_without_paths, identity_of, one_s
 
 
 def test_commands_keep_repositories_and_lose_paths(monkeypatch, tmp_path):
-    (tmp_path / "data").mkdir()
-    monkeypatch.chdir(tmp_path.parent)
     words = [
         "mae.py",
         "--dataset_name",
         "uoft-cs/cifar100",
-        "--push_to_hub",
-        "me/x",
         f"--dataset_path={tmp_path}/data",
+        "--init_from",
+        "../mine/model",
     ]
-    words += ["--output_dir", str(tmp_path), "--init_from", f"{tmp_path.name}/data", "--set", "decoder_input=latent"]
+    words += ["--output_dir", "outputs/mae", "--vae", "~/models/vae", "--set", "decoder_input=latent"]
     monkeypatch.setattr("sys.argv", words)
     assert flags_without_paths() == [
-        *("--dataset_name", "uoft-cs/cifar100", "--push_to_hub", "me/x", "--dataset_path=data"),
-        *("--output_dir", tmp_path.name, "--init_from", "data", "--set", "decoder_input=latent"),
+        *("--dataset_name", "uoft-cs/cifar100", "--dataset_path=data", "--init_from", "model"),
+        *("--output_dir", "outputs/mae", "--vae", "vae", "--set", "decoder_input=latent"),
     ]
 
 
