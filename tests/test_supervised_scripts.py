@@ -209,21 +209,19 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path):
     command = [tmp_path / "grid.yaml", "--output_dir", tmp_path / "out"]
     nothing = run("sweep.py", *command, "--report", code=2)
     assert "sweep.py: There is nothing to report" in nothing.stderr
-    run("sweep.py", *command, "--only", "plain")
+    run("sweep.py", *command, "--only", "decay")
     first = (tmp_path / "out" / "results.jsonl").read_text()
     assert len(first.splitlines()) == 2
     again = run("sweep.py", *command)
     lines = (tmp_path / "out" / "results.jsonl").read_text()
-    assert lines.startswith(first) and "plain preset, seed" not in again.stdout
+    assert lines.startswith(first) and "shortcut_decay=0.8, seed" not in again.stdout
     records = [json.loads(line) for line in lines.splitlines()]
-    assert [(record["name"], record["seed"]) for record in records[2:]] == [
-        ("shortcut_decay=0.8", 0),
-        ("shortcut_decay=0.8", 1),
-    ]
+    assert [(record["name"], record["seed"]) for record in records[2:]] == [("plain preset", 0), ("plain preset", 1)]
     assert all(record["training_flops"] > 0 and record["images_seen"] == 96 for record in records)
     assert str(tmp_path) not in lines
     table = (tmp_path / "out" / "report" / "tables.md").read_text()
     assert "| shortcut_decay=0.8 | 2 | 6 |" in table and "Raw pixels: kNN" in table
+    assert table.index("| plain preset |") < table.index("| shortcut_decay=0.8 |")  # as in the grid
     for name in ("accuracy_against_decay", "rank_and_accuracy", "accuracy_by_layer", "tsne"):
         assert (tmp_path / "out" / "report" / f"{name}.png").stat().st_size > 5000
 

@@ -75,9 +75,15 @@ def main():
     records_file = options.output_dir / "results.jsonl"
     data = {name: getattr(options, name) for name in ("dataset_name", "dataset_path", "label_column_name")}
     data["dataset_path"] = data["dataset_path"] and Path(data["dataset_path"]).name
+    places = {run["name"]: place for place, run in enumerate(expand(grid, data))}
     runs = [run for run in expand(grid, data) if re.search(options.only or "", run["name"])]
+
+    def in_order() -> list[dict]:
+        """What is there, as the grid has it, whoever finished first."""
+        return sorted(read_records(records_file), key=lambda each: places.get(each["name"], len(places)))
+
     if options.report:
-        report(read_records(records_file), options)
+        report(in_order(), options)
         return
     options.output_dir.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(runs, 1):
@@ -88,7 +94,7 @@ def main():
         record = {**run, **train_and_judge(run, folder, grid.get("evaluation", {}), options)}
         with records_file.open("a") as file:
             file.write(json.dumps(record) + "\n")
-    report(read_records(records_file), options)
+    report(in_order(), options)
 
 
 def expand(grid: dict, data: dict) -> list[dict]:
