@@ -193,6 +193,17 @@ def test_small_scale_table_is_the_one_in_the_results(grid):
         assert (ROOT / picture).stat().st_size > 5000
 
 
+def test_the_table_of_decays_of_uvit_is_the_one_in_the_results():
+    page = (ROOT / "docs/small_diffusion.md").read_text()
+    shown = re.search(r"<!-- table cifar100_uvit -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
+    by_name = {}
+    for record in sweep.read_records(ROOT / "model_cards/results/small_diffusion/cifar100_uvit.jsonl"):
+        by_name.setdefault(record["name"], []).append(record)
+    assert shown == sweep.diffusion_table(by_name).rstrip()
+    for picture in re.findall(r"\.\./(model_cards/\S+\.png)", page):
+        assert (ROOT / picture).stat().st_size > 5000
+
+
 def test_the_table_of_tiny_recipes_is_the_one_in_the_results():
     page = (ROOT / "docs/small_diffusion.md").read_text()
     shown = re.search(r"<!-- table tiny_recipes -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1].splitlines()[2:]

@@ -29,7 +29,7 @@ import matplotlib
 import numpy as np
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageDraw
 from sklearn.manifold import TSNE
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -455,12 +455,15 @@ def save_blocks(path: Path, by_name: dict[str, list[dict]]) -> None:
 
 
 def save_samples(path: Path, by_name: dict[str, list[dict]], output_dir: Path) -> None:
-    """What each run has learnt to draw, from the same noise."""
-    figure, axes = pyplot.subplots(1, len(by_name), figsize=(5 * len(by_name), 5.3), squeeze=False)
-    for axis, (name, records) in zip(axes[0], by_name.items()):
-        axis.imshow(Image.open(output_dir / records[0]["folder"] / "samples.png"), cmap="gray")
-        axis.set(title=name, xticks=[], yticks=[])
-    finish(figure, path)
+    """What each run has learnt to draw, from the same noise, pixel by pixel."""
+    grids = {name: Image.open(output_dir / runs[0]["folder"] / "samples.png") for name, runs in by_name.items()}
+    width, height = sum(grid.width + 12 for grid in grids.values()), max(grid.height for grid in grids.values())
+    sheet, left = Image.new("RGB", (width, height + 18), "white"), 0
+    for name, grid in grids.items():
+        ImageDraw.Draw(sheet).text((left + 4, 3), name, fill="black")
+        sheet.paste(grid.convert("RGB"), (left, 18))
+        left += grid.width + 12
+    sheet.save(path)
 
 
 def save_decay(path: Path, records: list[dict]) -> None:
