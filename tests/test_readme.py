@@ -219,6 +219,7 @@ def test_the_table_of_tiny_recipes_is_the_one_in_the_results():
         assert cells == [str(each) for each in expected]
 
 
+@pytest.mark.slow
 def test_benchmark_runs(tmp_path):
     command = [
         sys.executable,

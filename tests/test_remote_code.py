@@ -109,7 +109,11 @@ def head_of(model_class):
     }[model_class]
 
 
-@pytest.mark.parametrize("model_class", CLASSES)
+@pytest.mark.parametrize(
+    "model_class",
+    [DecayedViTMAEForPreTraining]
+    + [pytest.param(each, marks=pytest.mark.slow) for each in CLASSES if each is not DecayedViTMAEForPreTraining],
+)
 def test_folder_of_every_class_loads_with_every_auto_class(model_class, tmp_path):
     publish(tmp_path / "model", model_class)
     files = {path.name for path in (tmp_path / "model").iterdir()}
@@ -134,6 +138,7 @@ def test_folder_of_every_class_loads_with_every_auto_class(model_class, tmp_path
     assert in_clean_process(tmp_path / "again")["AutoModel"] == remote["AutoModel"]
 
 
+@pytest.mark.slow  # test_publishing.py loads over HTTP too
 def test_over_http(tmp_path):
     publish(tmp_path / "hub" / "user" / "decayed-mae")
     with serve(tmp_path / "hub") as server:
@@ -150,7 +155,9 @@ def test_over_http(tmp_path):
     assert offline["AutoModel"] == remote["AutoModel"]
 
 
-@pytest.mark.parametrize("name", ["plain", "learned", pytest.param("skips_and_norm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["learned", *(pytest.param(each, marks=pytest.mark.slow) for each in ("plain", "skips_and_norm"))]
+)
 def test_other_presets_in_a_clean_process(name, tmp_path):
     random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES))).save_pretrained(tmp_path)
     remote, local = in_clean_process(tmp_path), with_the_package(tmp_path)
