@@ -304,7 +304,9 @@ def test_export_of_the_encoder(pixel_values):
         torch.testing.assert_close(exported.module()(images).pooler_output, model(images).pooler_output)
 
 
-@pytest.mark.parametrize("name", ["default", "plain", "learned", "scale_both"])
+@pytest.mark.parametrize(
+    "name", ["default", "plain", *(pytest.param(each, marks=pytest.mark.slow) for each in ("learned", "scale_both"))]
+)
 def test_no_graph_breaks(name, pixel_values, noise):
     """`fullgraph=True` with a backend that only traces; the slow test below compiles for real."""
     model = random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES)))
