@@ -253,9 +253,8 @@ def answer_of(loaded):
     images = torch.randn(2, loaded.config.num_channels, *size, generator=generator)
     with torch.no_grad():
         if hasattr(loaded, "reconstruct"):  # it masks, by this noise
-            patch = loaded.config.patch_size
-            patch = patch if isinstance(patch, (list, tuple)) else (patch, patch)
-            noise = torch.rand(2, (size[0] // patch[0]) * (size[1] // patch[1]), generator=generator)
+            height, width = loaded.vit.embeddings.patch_grid(images, interpolate_pos_encoding=False)
+            noise = torch.rand(2, height * width, generator=generator)
             return loaded.eval().reconstruct(images, noise=noise)[0].float()
         outputs = loaded.eval()(images)
     return (outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state).float()

@@ -75,8 +75,9 @@ def main():
     records_file = options.output_dir / "results.jsonl"
     data = {name: getattr(options, name) for name in ("dataset_name", "dataset_path", "label_column_name")}
     data["dataset_path"] = data["dataset_path"] and Path(data["dataset_path"]).name
-    places = {run["name"]: place for place, run in enumerate(expand(grid, data))}
-    runs = [run for run in expand(grid, data) if re.search(options.only or "", run["name"])]
+    runs = expand(grid, data)
+    places = {run["name"]: place for place, run in enumerate(runs)}
+    runs = [run for run in runs if re.search(options.only or "", run["name"])]
 
     def in_order() -> list[dict]:
         """What is there, as the grid has it, whoever finished first."""

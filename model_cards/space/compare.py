@@ -75,7 +75,7 @@ class Autoencoder:
     def reconstruct(self, image: Image.Image, mask_ratio: float, seed: int) -> list[Image.Image]:
         """What the encoder sees, and the whole image as the decoder completes it."""
         pixels = self.pixels([image])
-        height, width = (side // patch for side, patch in zip(pixels.shape[2:], self.patch_size()))
+        height, width = self.grid_of(pixels)
         noise = torch.rand(1, height * width, generator=torch.Generator().manual_seed(seed))
         reconstructed, removed = self.model.reconstruct(pixels, noise=noise, mask_ratio=mask_ratio)
         mean, std = (
@@ -84,22 +84,19 @@ class Autoencoder:
         seen = torch.where(removed, 0.5, pixels * std + mean)
         return [as_picture(each[0].permute(1, 2, 0).numpy()) for each in (seen, reconstructed * std + mean)]
 
-    def patch_size(self) -> tuple[int, int]:
-        size = self.model.config.patch_size
-        return (size, size) if isinstance(size, int) else tuple(size)
+    def grid_of(self, pixels: torch.Tensor) -> tuple[int, int]:
+        return self.model.vit.embeddings.patch_grid(pixels, interpolate_pos_encoding=False)
 
-    def components(self, image: Image.Image, layer: int) -> tuple[Image.Image, float]:
+    def components(self, image: Image.Image, tokens: torch.Tensor) -> tuple[Image.Image, float]:
         """The three principal components of an image's patches as red, green and blue; their share of the variance."""
-        patches = self.layers([image])[layer][0, 1:]
+        patches = tokens[0, 1:]
         patches = patches - patches.mean(dim=0)
         left, singular, right = torch.linalg.svd(patches, full_matrices=False)
         # A component's sign is arbitrary: its largest weight is made positive, so that colours do not flip by chance.
         sign = torch.gather(right[:3], 1, right[:3].abs().argmax(dim=1, keepdim=True)).sign().squeeze(1)
         colours = left[:, :3] * sign
         colours = (colours - colours.amin(dim=0)) / (colours.amax(dim=0) - colours.amin(dim=0)).clamp_min(1e-12)
-        image_height, image_width = self.pixels([image]).shape[2:]
-        patch_height, patch_width = self.patch_size()
-        grid = colours.reshape(image_height // patch_height, image_width // patch_width, 3)
+        grid = colours.reshape(*self.grid_of(self.pixels([image])), 3)
         share = (singular[:3].square().sum() / singular.square().sum().clamp_min(1e-12)).item()
         return as_picture(grid.numpy()), share
 
@@ -148,12 +145,12 @@ def gallery_features(kind: str, number: int) -> list[torch.Tensor]:
     return [F.normalize(torch.cat(layer), dim=-1) for layer in zip(*batches)]
 
 
-def neighbours(kind: str, number: int, image: Image.Image, layer: int, count: int = 8) -> list[tuple]:
+def neighbours(kind: str, number: int, tokens: torch.Tensor, layer: int, count: int = 8) -> list[tuple]:
     """The most similar images of the gallery and their names, by the cosine of features."""
     images, names = gallery(kind)
     if not images:
         return []
-    feature = F.normalize(autoencoders(kind)[number].layers([image])[layer].mean(dim=1), dim=-1)
+    feature = F.normalize(tokens.mean(dim=1), dim=-1)
     order = (gallery_features(kind, number)[layer] @ feature[0]).topk(count).indices.tolist()
     return [(as_picture(np.asarray(images[place]) / 255), names[place]) for place in order]
 
@@ -184,7 +181,8 @@ def compare(kind: str, image: Image.Image, mask_ratio: float, layer: int, seed: 
     for number, model in enumerate(autoencoders(kind)):
         depth = min(layer, model.num_layers)
         seen, reconstructed = model.reconstruct(image, mask_ratio, seed)
-        components, share = model.components(image, depth)
+        tokens = model.layers([image])[depth]
+        components, share = model.components(image, tokens)
         found.append(
             {
                 "decay": model.decay,
@@ -193,7 +191,7 @@ def compare(kind: str, image: Image.Image, mask_ratio: float, layer: int, seed: 
                 "reconstructed": reconstructed,
                 "components": components,
                 "share": share,
-                "neighbours": neighbours(kind, number, image, depth),
+                "neighbours": neighbours(kind, number, tokens, depth),
             }
         )
     return found
