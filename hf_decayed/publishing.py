@@ -44,7 +44,7 @@ SECRETS = {
 }
 # At the start of a value, or after what may stand before a path; addresses on the web (`//`) are none.
 LOCAL_PATH = re.compile(
-    r"""(^|[\s'",:=(\[])(file:///|~/|[A-Za-z]:[\\/](?!/)|\.\.[\\/]"""
+    r"""(^|[\s'",:=(\[/\\])\.\.[\\/]|(^|[\s'",:=(\[])(file:///|~/|[A-Za-z]:[\\/]"""
     r"""|/(home|root|Users|tmp|mnt|media|work|data|scratch|var|opt|srv|private|workspace|content|kaggle)/)"""
 )
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
@@ -66,8 +66,8 @@ def publish(
 ) -> str:
     """Stages, proves and pushes; returns what was done, or with `dry_run` what would be pushed.
 
-    Nothing in `model_dir` is changed; what was staged is kept in the new folder `keep`, if one is given. A push that fails leaves nothing half done: the files come in one commit, and the
-    same command can be given again.
+    Nothing in `model_dir` is changed; what was staged is kept in the new folder `keep`, if one is given. A push that fails
+    leaves nothing half done: the files come in one commit, and the same command can be given again.
     """
     source = Path(model_dir)
     if keep and Path(keep).exists():
@@ -121,9 +121,8 @@ def stage(source: Path, staged: Path) -> None:
             raise PublishingError(f"'{name}' is nothing that a model repository holds: move it out of '{source}'.")
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, staged / name)
-    for config in staged.rglob(
-        "*config.json"
-    ):  # where a part was loaded from, which diffusers writes down, nobody needs
+    # Where a part was loaded from, which diffusers writes down, nobody needs.
+    for config in staged.rglob("*config.json"):
         content = json.loads(config.read_text())
         if content.pop("_name_or_path", None) is not None:
             config.write_text(json.dumps(content, indent=2) + "\n")

@@ -129,6 +129,7 @@ def test_what_would_be_pushed_is_listed(tmp_path, capsys):
         ("more.jsonl", '{"a": "x"}\n{"from": "../images"}', "'more.jsonl' holds a path of this machine under 'from'"),
         ("more.json", '{"command": "mae.py --dataset_path /data/x"}', "a path of this machine under 'command'"),
         ("more.json", '{"command": "mae.py --dataset_path \'/scratch/my images\'"}', "a path of this machine under"),
+        ("more.json", '{"from": "images/../../mine"}', "a path of this machine under 'from': 'images/../../mine'"),
         ("notes.md", "I ran\nit in ~/images", "'notes.md' holds a path of this machine in line 2: ~/"),
         ("notes.yaml", "data: file:///home/me", "'notes.yaml' holds a path of this machine in line 1: file:///"),
         ("video.mp4", "x", "'video.mp4' is nothing that a model repository holds"),
