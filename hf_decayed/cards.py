@@ -8,15 +8,18 @@ Numbers come from those files and from nowhere else.
 
 import json
 import math
+import re
 from pathlib import Path
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 PLACEHOLDER = "path/or/repository"  # in lines that load the model, as long as it has no name
+
+MARK = "<!-- written by `hf-decayed card`, from the files beside it -->"  # of cards that may be written anew
 
 # Class in the config -> what it is, library, task.
 KINDS = {
@@ -45,20 +48,30 @@ PICTURES = {
 }
 LIMITS = {
     "image-feature-extraction": "Features for nearest neighbours, probes and fine-tuning of images like those it was trained "
-    "on; nothing else was tried. Not for contrastive training, which needs features of high rank; the paper reports that "
-    "the decay does not help there, and that a decay of 0.4 or less trains unstably.",
+    "on; nothing else was tried.",
     "image-classification": "It knows the classes and the kind of images that it was trained on; confident answers about "
     "other images mean nothing.",
-    "unconditional-image-generation": "It draws images like those it was trained on, as well as the figures above say and no "
-    "better. It may reproduce training images closely; do not take its images for photographs of anything.",
+    "unconditional-image-generation": "It draws images like those it was trained on, as well as the figures of this card say "
+    "and no better. It may reproduce training images closely; do not take its images for photographs of anything.",
 }
+METHOD = (
+    "Of decayed shortcuts the paper reports that they are not for contrastive training, which needs features of high rank, "
+    "and that a decay of 0.4 or less trains unstably."
+)
 BIAS = "It repeats the biases of its training data, which were not looked into."
 
 
-def write_card(folder: str | Path, repo_id: str | None = None, licence: str | None = None) -> Path:
-    """Writes `README.md` of a folder; `licence` is that of the weights, kept from an earlier card when not given."""
+def write_card(
+    folder: str | Path, repo_id: str | None = None, licence: str | None = None, overwrite: bool = True
+) -> Path:
+    """Writes `README.md` of a folder; `licence` is that of the weights, kept from an earlier card when not given.
+
+    Without `overwrite` a card that was written by hand, or by a conversion, which says whose the weights are, stays.
+    """
     folder = Path(folder)
     path = folder / "README.md"
+    if not overwrite and path.exists() and MARK not in path.read_text():
+        raise ValueError(f"'{path}' was not written by this command: give --overwrite if it may go.")
     card = render_card(folder, repo_id, licence or licence_of(folder))
     path.write_text(str(card).rstrip() + "\n")
     return path
@@ -70,7 +83,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
     decay = config["shortcut_decay"]
     results = read(folder / "results.json")
     files = sorted((folder / "results").glob("*.json"))
-    evaluations = [read(file) for file in files]
+    evaluations = [read_evaluation(file) for file in files]
     name = repo_id or PLACEHOLDER
     title = f"{noun[0].upper()}{noun[1:]}, shortcut_decay {decay:g}"
     data = ModelCardData(
@@ -91,6 +104,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         data,
         template_path=str(TEMPLATE),
         title=title,
+        mark=MARK,
         description=f"{'An' if noun[0] in 'aeio' else 'A'} {noun}{trained_on(results)}.",
         shortcuts=shortcuts_text(config),
         parameters=parameters_of(folder),
@@ -98,7 +112,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         usage=usage(kind, config, index, name, results),
         training=training_text(results),
         evaluations=figures,
-        limits=f"{LIMITS[task]} {BIAS}",
+        limits=f"{LIMITS[task]} {METHOD} {BIAS}",
         licence=f"Weights: {licence or 'no licence was given'}. Code: Apache-2.0.",
     )
 
@@ -112,7 +126,7 @@ def describe(folder: Path) -> tuple[str, dict, dict]:
     else:
         config = read(folder / "config.json")
         kind = (config.get("architectures") or ["nothing"])[0]
-    if kind not in KINDS:
+    if kind not in KINDS or "shortcut_decay" not in config:
         raise ValueError(f"'{folder}' holds no model or pipeline of ours ({kind}), so there is no card to make.")
     return kind, config, index
 
@@ -158,13 +172,15 @@ def usage(kind: str, config: dict, index: dict, name: str, results: dict) -> str
             f"image = pipeline({arguments}).images[0]"
         )
     grey = config.get("num_channels") == 1
-    imports = "import numpy as np\n" if grey else ""
+    imports = f"{'import numpy as np' + chr(10) if grey else ''}from PIL import Image\n"
     image = 'np.asarray(image.convert("L"))[..., None], input_data_format="channels_last"' if grey else "image"
+    colours = "" if grey else '.convert("RGB")'
     auto, output = (
         ("AutoModelForImageClassification", "logits") if "Classification" in kind else ("AutoModel", "pooler_output")
     )
     return (
         f"{imports}from transformers import AutoImageProcessor, {auto}\n\n"
+        f'image = Image.open("picture.png"){colours}\n'
         f'processor = AutoImageProcessor.from_pretrained("{name}")\n'
         f'model = {auto}.from_pretrained("{name}", trust_remote_code=True)  # pin `revision`\n'
         f'{output} = model(**processor({image}, return_tensors="pt")).{output}'
@@ -203,29 +219,47 @@ def evaluation_text(evaluation: dict) -> str:
         else f"{number} images"
     )
     rows = evaluation["rows"]
-    if "best" in evaluation:  # of a grid only what counts
+    if evaluation.get("best"):  # of a grid only what counts
         rows = {name: rows[name] for name in dict.fromkeys([*evaluation["best"].values(), "pixels"]) if name in rows}
     return (
-        f"{dataset['name']}, {number}; features: {evaluation['protocol']['features']}; protocol "
+        f"{dataset['name']}, {number}; {protocol_text(evaluation['protocol'], rows)}; protocol "
         f"`{evaluation['protocol_hash']}`:\n\n{table(rows)}\n\n    {evaluation['command']}"
     )
+
+
+def protocol_text(protocol: dict, rows: dict[str, dict[str, float]]) -> str:
+    """How it was measured, in words; all of it is in the results file."""
+    measured = {metric for row in rows.values() for metric in row}
+    parts = [f"features: {protocol['features']}"]
+    if "knn" in protocol and "knn_accuracy" in measured:
+        votes = protocol["knn"]["temperature"]
+        votes = f"temperature {votes:g}" if votes else "a vote each"
+        parts.append(f"kNN: k = {protocol['knn']['k']}, {protocol['knn']['similarity']}, {votes}")
+    if "linear" in protocol and "linear_accuracy" in measured:
+        parts.append(f"linear: {protocol['linear']['name']}")
+    if "rank" in protocol and "effective_rank" in measured:
+        parts.append(f"rank: {protocol['rank']}")
+    if "reference" in protocol:
+        parts.append(f"{protocol['samples']} samples against {protocol['reference']}")
+    if "sampling" in protocol:
+        sampling = protocol["sampling"]
+        parts.append(f"{sampling['num_inference_steps']} steps, guidance {sampling['guidance_scale']:g}")
+    return "; ".join(parts)
 
 
 def metadata_of(evaluations: list[dict], task: str) -> list[EvalResult]:
     """For the Hub's leaderboards: the first row that is the model's own, of every evaluation."""
     found = []
     for evaluation in evaluations:
-        row, figures = next((row, each) for row, each in evaluation["rows"].items() if row != "pixels")
-        if "best" in evaluation:
-            row = next(iter(evaluation["best"].values()))
-            figures = evaluation["rows"][row]
-        for metric, value in figures.items():
+        own = [row for row in evaluation["rows"] if row != "pixels"]
+        row = next(iter(evaluation["best"].values())) if evaluation.get("best") else own[0] if own else None
+        for metric, value in evaluation["rows"].get(row, {}).items():
             if metric.endswith("_spread"):
                 continue
             found.append(
                 EvalResult(
                     task_type=task,
-                    dataset_type=evaluation["dataset"]["name"],
+                    dataset_type=re.sub(r"[^\w./-]+", "-", evaluation["dataset"]["name"]),  # as the Hub takes it
                     dataset_name=evaluation["dataset"]["name"],
                     metric_type="accuracy" if metric.endswith("accuracy") else metric,
                     metric_name=f"{metric.replace('_', ' ')}, {row}",
@@ -241,8 +275,11 @@ def parameters_of(folder: Path) -> str:
     for file in folder.rglob("*.safetensors"):
         if {"vae", "checkpoints"} & set(file.relative_to(folder).parts):
             continue
-        with safe_open(file, "pt") as weights:
-            number += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())
+        try:
+            with safe_open(file, "pt") as weights:
+                number += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())
+        except SafetensorError as error:
+            raise ValueError(f"'{file}' cannot be read: {error}.") from error
     return f"{number / 1e6:.1f} million"
 
 
@@ -274,4 +311,22 @@ def licence_of(folder: Path) -> str | None:
 
 
 def read(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.exists() else {}
+    """A file of JSON, or nothing where there is none."""
+    try:
+        content = json.loads(path.read_text()) if path.exists() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"'{path.name}' is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"'{path.name}' holds no fields, but {type(content).__name__}.")
+    return content
+
+
+def read_evaluation(path: Path) -> dict:
+    content = read(path)
+    try:
+        evaluation_text(content)
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise ValueError(
+            f"'{path}' is nothing that training/evaluate.py wrote ({error!r}): move it elsewhere."
+        ) from error
+    return content

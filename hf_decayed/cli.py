@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import difflib
 import json
 import sys
 
@@ -114,6 +115,7 @@ def add_sample(commands):
     parser.add_argument("--guidance_scale", type=float, default=1.0, help="as diffusers counts it: 1 is none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch_size", type=int, default=64, help="images at a time, for each process")
+    parser.add_argument("--vae", metavar="PATH", help="autoencoder for a pipeline of latents that has none")
     parser.add_argument("--format", dest="file_format", choices=["png", "npz"], default="png")
     parser.add_argument("--revision", help="of the repository; pin it where its code runs")
     parser.add_argument(
@@ -141,13 +143,16 @@ def add_card(commands):
     parser.add_argument("folder", metavar="MODEL_DIR", help="folder of a model or a pipeline")
     parser.add_argument("--repo_id", metavar="USER/NAME", help="for the lines that show how to use it")
     parser.add_argument("--license", dest="licence", help="of the weights, as the Hub names it, such as apache-2.0")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a card that was written by hand or by convert"
+    )
     parser.set_defaults(run=run_card)
 
 
 def run_card(options) -> str:
     from .cards import write_card
 
-    return f"written: {write_card(options.folder, options.repo_id, options.licence)}"
+    return f"written: {write_card(options.folder, options.repo_id, options.licence, options.overwrite)}"
 
 
 def add_publish(commands):
@@ -193,6 +198,14 @@ def field_and_value(text: str) -> tuple[str, object]:
         except (ValueError, SyntaxError):
             continue
     return name, value
+
+
+def check_fields(fields: dict, known: set[str]) -> None:
+    """Refuses names that are no config's fields."""
+    for name in fields.keys() - known:
+        nearest = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean '{nearest[0]}'?" if nearest else "."
+        raise ValueError(f"'{name}' is not a field of the config{hint}")
 
 
 if __name__ == "__main__":

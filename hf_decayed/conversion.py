@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
 from .cards import licence_of
+from .cli import check_fields
 from .conversion_diffusion import DIFFUSION_KINDS, fields_of, from_diffusion
 from .models.configuration_decayed_vit_mae import PLAIN, DecayedViTMAEConfig, as_pair
 from .models.modeling_decayed_vit_mae import (
@@ -84,10 +84,10 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
     known = {field.name for field in dataclasses.fields(DecayedViTMAEConfig)} | {"num_labels", "id2label", "label2id"}
     if kind in DIFFUSION_KINDS:
         known = fields_of(kind)
-    for name in set(fields) - known:
-        nearest = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean '{nearest[0]}'?" if nearest else "."
-        raise ConversionError(f"'{name}' is not a field of the config{hint}")
+    try:
+        check_fields(fields, known)
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
 
     notes = []
     if kind == "decayed-mae":

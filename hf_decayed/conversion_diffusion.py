@@ -71,7 +71,10 @@ def from_diffusion(kind: str, weights: dict[str, torch.Tensor], fields: dict, fi
     if table is not None and len(table) == known["num_classes"]:
         # Trained without guidance; the row for the null class is there so that shapes are the same for all.
         renamed["class_embedding.weight"] = torch.cat([table, table.new_zeros(1, table.shape[1])])
-        notes.append("The network has no null class of its own: guidance would be meaningless.")
+        notes.append(
+            f"The network has {len(table)} classes and no null class, so guidance would be meaningless; if its last is one, "
+            f"give --set num_classes={len(table) - 1}."
+        )
     model = fill(model_class_of(kind)(**known), renamed).eval()
     latent = known["in_channels"] == 4
     if latent:
@@ -105,8 +108,9 @@ def uvit_fields(kind: str, weights: dict[str, torch.Tensor]) -> dict:
     """What shapes tell of a U-ViT; `None` for what they do not."""
     needed = ("patch_embed.proj.weight", "pos_embed", "mid_block.mlp.fc1.weight")
     check_present(kind, weights, needed)
-    hidden_size, in_channels, patch_size, _ = weights["patch_embed.proj.weight"].shape
-    classes = len(weights["label_emb.weight"]) - 1 if "label_emb.weight" in weights else 0
+    hidden_size, in_channels, patch_size, _ = shape_of(weights, "patch_embed.proj.weight")
+    # Official networks of latents have a null class, the last; those of pixels (ImageNet at 64) have none.
+    classes = len(weights["label_emb.weight"]) - (1 if in_channels == 4 else 0) if "label_emb.weight" in weights else 0
     return {
         "sample_size": side_of(weights["pos_embed"].shape[1] - (2 if classes else 1), patch_size),
         "patch_size": patch_size,
@@ -127,9 +131,9 @@ def uvit_fields(kind: str, weights: dict[str, torch.Tensor]) -> dict:
 
 def sit_fields(kind: str, weights: dict[str, torch.Tensor]) -> dict:
     first = "enc_blocks.0" if kind == "released-sit" else "blocks.0"
-    needed = ("x_embedder.proj.weight", "pos_embed", "final_layer.linear.weight", f"{first}.mlp.fc1.weight")
-    check_present(kind, weights, needed)
-    hidden_size, in_channels, patch_size, _ = weights["x_embedder.proj.weight"].shape
+    needed = ("x_embedder.proj.weight", "pos_embed", "final_layer.linear.weight", "y_embedder.embedding_table.weight")
+    check_present(kind, weights, (*needed, f"{first}.mlp.fc1.weight"))
+    hidden_size, in_channels, patch_size, _ = shape_of(weights, "x_embedder.proj.weight")
     return {
         "sample_size": side_of(weights["pos_embed"].shape[1], patch_size),
         "patch_size": patch_size,
@@ -149,6 +153,14 @@ def sit_fields(kind: str, weights: dict[str, torch.Tensor]) -> dict:
 def check_present(kind: str, weights: dict, needed: tuple[str, ...]) -> None:
     if missing := [name for name in needed if name not in weights]:
         raise ValueError(f"This is no checkpoint of {DIFFUSION_KINDS[kind][0]}: it lacks {', '.join(missing)}.")
+
+
+def shape_of(weights: dict, name: str) -> torch.Size:
+    """Of the convolution that makes tokens of patches."""
+    shape = weights[name].shape
+    if len(shape) != 4:
+        raise ValueError(f"'{name}' should be a convolution, and has shape {tuple(shape)}.")
+    return shape
 
 
 def count(weights: dict, prefix: str) -> int:

@@ -127,19 +127,23 @@ def keep_latents(
         return dict(zip(("moments", "mirrored"), moments))
 
     identity = {**identity, "vae": fingerprint(vae), "kind": "latents"}
-    return write_shards(
-        encode, images, folder, identity, accelerator, batch_size, shard_size, num_workers, "encoding latents"
+    settings = {"description": "encoding latents", "precision": str(vae.dtype)}
+    return write_shards(encode, images, folder, identity, accelerator, batch_size, shard_size, num_workers, **settings)
+
+
+def sample_shape(vae: AutoencoderKL | None, image_channels: int, image_size: int) -> tuple[int, int]:
+    """Channels, and height and width, of what a diffusion model is trained on."""
+    return (
+        (image_channels, image_size) if vae is None else (vae.config.latent_channels, sample_size_of(vae, image_size))
     )
 
 
 def diffusion_images(
     vae: AutoencoderKL | None, channels: int, train, image_column: str, label_column: str | None, options, accelerator
-) -> tuple[Dataset, int, int]:
-    """What a diffusion script trains on: pixels in [-1, 1], or latents of a `vae`; channels, height and width of each."""
+) -> Dataset:
+    """What a diffusion script trains on: pixels in [-1, 1], of images with so many `channels`, or latents of a `vae`."""
     if vae is not None:
-        sample_size = sample_size_of(vae, options.image_size)
-        images = latent_images(vae, train, image_column, label_column, options, accelerator)
-        return images, vae.config.latent_channels, sample_size
+        return latent_images(vae, train, image_column, label_column, options, accelerator)
     augmentation = Augmentation(
         (options.image_size, options.image_size),
         channels,
@@ -150,7 +154,7 @@ def diffusion_images(
         crop_scale=None,  # the middle, as of latents, and as evaluate.py compares with
         horizontal_flip=options.horizontal_flip,
     )
-    images = DiffusionImages(
+    return DiffusionImages(
         train,
         image_column,
         augmentation,
@@ -159,7 +163,6 @@ def diffusion_images(
         progress=partial(tqdm, disable=not accelerator.is_local_main_process, leave=False),
         label_column=label_column,
     )
-    return images, channels, options.image_size
 
 
 def latent_images(

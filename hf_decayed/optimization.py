@@ -82,3 +82,11 @@ class LARS(torch.optim.Optimizer):
                 velocity.mul_(group["momentum"]).add_(update)
                 parameter.add_(velocity, alpha=-group["lr"])
         return loss
+
+
+def scale_is_sought(scaler: torch.amp.GradScaler | None, loss: float) -> bool:
+    """With fp16: whether a step was left out because the scale of gradients was too large, as happens every few thousand.
+
+    Where the scale is below one and gradients still overflow, it is not the scale's fault.
+    """
+    return scaler is not None and math.isfinite(loss) and scaler.get_scale() >= 1.0

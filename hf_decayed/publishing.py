@@ -21,22 +21,27 @@ from pathlib import Path
 
 import transformers
 from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 
-from .cards import PLACEHOLDER
+from .cards import PLACEHOLDER, read
 
 
 # What runs leave beside the model: it stays here.
-STAYS_HERE = {"checkpoints", "arguments.json", "mae", "uvit", "sit", "reconstructions", "samples", "evaluated", "runs"}
+STAYS_HERE = {"checkpoints", "arguments.json", "identity.json", "reconstructions", "samples", "evaluated", "runs"}
+STAYS_HERE |= {"mae", "uvit", "sit", "finetune"}  # of trackers, named after the scripts
 PUBLISHED = {".safetensors", ".json", ".jsonl", ".py", ".md", ".png", ".txt", ".yaml"}
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy"}
+PICKLED = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # how pickles begin, and the archives that torch.save writes
 KEY_FILES = re.compile(
-    r"^(\.env.*|\.netrc|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|key|p12|pfx)|.*token.*)$", re.IGNORECASE
+    r"^(\.env.*|\.netrc|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|key|p12|pfx)|.*(token|secret|credential).*)$",
+    re.IGNORECASE,
 )
 # A tokenizer's files are no secrets.
 NO_KEY_FILES = re.compile(r"^(tokenizer.*|special_tokens_map|added_tokens)\.json$")
 SECRETS = {
-    "a Hugging Face token": re.compile(r"\bhf_[A-Za-z0-9]{20,}"),
+    "a Hugging Face token": re.compile(r"\bhf_(oauth_)?[A-Za-z0-9]{20,}"),
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
     "an access key of AWS": re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
     "a token of GitHub": re.compile(r"\bgh[pousr]_[A-Za-z0-9]{30,}"),
@@ -44,11 +49,12 @@ SECRETS = {
 }
 # At the start of a value, or after what may stand before a path; addresses on the web (`//`) are none.
 LOCAL_PATH = re.compile(
-    r"""(^|[\s'",:=(\[/\\])\.\.[\\/]|(^|[\s'",:=(\[])(file:///|~/|[A-Za-z]:[\\/]"""
-    r"""|/(home|root|Users|tmp|mnt|media|work|data|scratch|var|opt|srv|private|workspace|content|kaggle)/)"""
+    r"""(^|[\s'",:=(\[/\\])\.\.([\\/]|$)|(^|[\s'",:=(\[])(file:///|~/|[A-Za-z]:[\\/]|\\\\\w"""
+    r"""|/(home|root|Users|tmp|mnt|media|work|data|scratch|var|opt|srv|private|workspace|content|kaggle|gpfs|lustre|nfs)/)"""
 )
-NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
-ABSOLUTE = re.compile(r"^/[^/\s]+/")  # a whole value of JSON
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
+PERCENTAGE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s?%")
+ABSOLUTE = re.compile(r"^/[\w.]")  # a whole value of JSON
 
 
 class PublishingError(ValueError):
@@ -67,9 +73,11 @@ def publish(
     """Stages, proves and pushes; returns what was done, or with `dry_run` what would be pushed.
 
     Nothing in `model_dir` is changed; what was staged is kept in the new folder `keep`, if one is given. A push that fails
-    leaves nothing half done: the files come in one commit, and the same command can be given again.
+    leaves nothing half done: the files come in one commit, and the same command can be given again. `private` is for a new
+    repository (without it the owner's default holds); one that others can see already is not pushed to.
     """
     source = Path(model_dir)
+    check_name(repo_id)
     if keep and Path(keep).exists():
         raise PublishingError(f"'{keep}' is there already: name a new folder to keep what is staged.")
     with tempfile.TemporaryDirectory() as folder:
@@ -81,24 +89,55 @@ def publish(
         files = sorted(path for path in staged.rglob("*") if path.is_file())
         listing = "\n".join(f"{size_of(path):>10}  {path.relative_to(staged).as_posix()}" for path in files)
         proof = f"loads without hf_decayed and gives what the source gives (largest difference {difference:.1e})"
+        if dry_run:
+            done = f"nothing was pushed to {repo_id}"
+        else:
+            done = push(staged, repo_id, private, revision, message)
         if keep:
             shutil.copytree(staged, keep)
-        if dry_run:
-            return f"{listing}\n{len(files)} files, {proof}; nothing was pushed to {repo_id}"
-        try:
-            api = HfApi()
-            name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            if revision:
-                api.create_branch(name, branch=revision, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=name,
-                folder_path=staged,
-                revision=revision,
-                commit_message=message or f"Publish {name.split('/')[-1]}",
+    return f"{listing}\n{len(files)} files, {proof}; {done}"
+
+
+def check_name(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise PublishingError(str(error)) from error
+    if "/" not in repo_id:
+        raise PublishingError(
+            f"The card says where to load the model from, so it needs the owner too: USER/{repo_id}."
+        )
+
+
+def push(staged: Path, repo_id: str, private: bool, revision: str | None, message: str | None) -> str:
+    """All files in one commit; what was there before under other names stays, and is named."""
+    api = HfApi()
+    try:
+        api.create_repo(repo_id, private=private or None, exist_ok=True)
+        if private and not api.repo_info(repo_id).private:
+            raise PublishingError(
+                "it is there already, and public: make it private (`hf repos settings`), or take another"
             )
-        except Exception as error:  # the client raises whatever its HTTP library does
-            raise PublishingError(f"Not pushed to '{repo_id}', where no file was changed: {error}") from error
-    return f"{listing}\n{len(files)} files, {proof}; pushed to {name}: pin revision {commit.oid}"
+        if revision:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there = set(api.list_repo_files(repo_id, revision=revision)) - {".gitattributes"}
+    except Exception as error:  # the client raises whatever its HTTP library does
+        raise PublishingError(f"Not pushed to '{repo_id}', where no file was changed: {error}") from error
+    try:
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=staged,
+            revision=revision,
+            commit_message=message or f"Publish {repo_id.split('/')[-1]}",
+        )
+    except Exception as error:
+        raise PublishingError(
+            f"The push to '{repo_id}' broke off: it has all of the commit or nothing of it, and the same command can be "
+            f"given again: {error}"
+        ) from error
+    left = sorted(there - {path.relative_to(staged).as_posix() for path in staged.rglob("*")})
+    before = f" (also there, from before: {', '.join(left)}; `hf repos delete-files` removes them)" if left else ""
+    return f"pushed to {repo_id}{before}: pin revision {commit.oid}"
 
 
 def stage(source: Path, staged: Path) -> None:
@@ -107,12 +146,15 @@ def stage(source: Path, staged: Path) -> None:
         raise PublishingError(f"'{source}' holds neither a model (config.json) nor a pipeline (model_index.json).")
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source)
-        hidden = any(part.startswith(".") and not KEY_FILES.match(part) for part in name.parts)
+        keys = any(KEY_FILES.match(part) and not NO_KEY_FILES.match(part) for part in name.parts)
+        hidden = any(part.startswith(".") for part in name.parts) and not keys
         if path.is_dir() or name.parts[0] in STAYS_HERE or hidden or "__pycache__" in name.parts:
             continue
-        if KEY_FILES.match(path.name) and not NO_KEY_FILES.match(path.name):
+        if keys:
             raise PublishingError(f"'{name}' looks like a file of keys or tokens: move it out of '{source}'.")
-        if path.suffix.lower() in PICKLES:
+        with path.open("rb") as file:
+            beginning = file.read(4)
+        if path.suffix.lower() in PICKLES or PICKLED.match(beginning):
             raise PublishingError(
                 f"'{name}' is a pickle, or may be one, and runs code when it is loaded: save weights as safetensors, and "
                 "move it out."
@@ -122,8 +164,8 @@ def stage(source: Path, staged: Path) -> None:
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, staged / name)
     # Where a part was loaded from, which diffusers writes down, nobody needs.
-    for config in staged.rglob("*config.json"):
-        content = json.loads(config.read_text())
+    for config in [*staged.rglob("*config.json"), *staged.glob("model_index.json")]:
+        content = read(config)
         if content.pop("_name_or_path", None) is not None:
             config.write_text(json.dumps(content, indent=2) + "\n")
     if not list(staged.rglob("*.safetensors")):
@@ -131,12 +173,25 @@ def stage(source: Path, staged: Path) -> None:
     for module in modules_of(staged):
         if not list(staged.rglob(f"{module}.py")):  # a component's lies in the component's folder
             raise PublishingError(f"'{module}.py', which the config names, is missing: save the model again.")
+    check_processor(staged)
     if not (staged / "LICENSE").exists():  # the code's; the card says the weights'
-        here = Path(__file__).parents[1] / "LICENSE"  # of a clone; of an installed package it lies in the metadata
-        installed = importlib.metadata.distribution("hf_decayed").read_text("licenses/LICENSE")
-        (staged / "LICENSE").write_text(here.read_text() if here.exists() else installed)
+        (staged / "LICENSE").write_text(our_licence())
     if not (staged / "README.md").exists():
         raise PublishingError(f"'{source}' has no card: write a README.md, or train with a script, which writes one.")
+
+
+def check_processor(staged: Path) -> None:
+    """The card's first line loads it."""
+    if not (staged / "model_index.json").exists() and not (staged / "preprocessor_config.json").exists():
+        raise PublishingError("There is no image processor (preprocessor_config.json): save one beside the model.")
+
+
+def our_licence() -> str:
+    """Of a clone, or of an installed package, whose metadata hold it."""
+    here = Path(__file__).parents[1]
+    if (here / "pyproject.toml").exists():
+        return (here / "LICENSE").read_text()
+    return importlib.metadata.distribution("hf_decayed").read_text("licenses/LICENSE")
 
 
 def name_the_repository(card: Path, source: Path, repo_id: str) -> None:
@@ -145,13 +200,18 @@ def name_the_repository(card: Path, source: Path, repo_id: str) -> None:
     text = card.read_text()
     for name in names:
         text = text.replace(f'from_pretrained("{name}"', f'from_pretrained("{repo_id}"')
+    loaded = re.findall(r'from_pretrained\("([^"]+)"', text)
+    if loaded and repo_id not in loaded:
+        raise PublishingError(
+            f"The card shows how to load '{loaded[0]}', and not '{repo_id}': write it anew for that."
+        )
     card.write_text(text)
 
 
 def modules_of(staged: Path) -> set[str]:
     """Code files that the repository's own config names."""
     config = next(staged / name for name in ("model_index.json", "config.json") if (staged / name).exists())
-    content = json.loads(config.read_text())
+    content = read(config)
     found = {value.rpartition(".")[0] for value in content.get("auto_map", {}).values() if value}
     if isinstance(content.get("_class_name"), list):
         found.add(content["_class_name"][0])
@@ -166,18 +226,24 @@ def modules_of(staged: Path) -> set[str]:
 def refuse_unfit(staged: Path) -> None:
     """Secrets, paths of this machine, and numbers that nobody measured."""
     for path in sorted(staged.rglob("*")):
-        if path.is_dir() or path.suffix in (".safetensors", ".png"):
+        if path.is_dir() or path.suffix.lower() in (".safetensors", ".png"):
             continue
         text, name = path.read_text(errors="replace"), path.relative_to(staged)
         for kind, pattern in SECRETS.items():
             if pattern.search(text):
                 raise PublishingError(f"'{name}' holds {kind}: take it out, and withdraw it if others have seen it.")
-        if path.suffix in (".json", ".jsonl"):
-            for line in [text] if path.suffix == ".json" else text.splitlines():
-                for key, value in strings_of(json.loads(line)):
+        if path.suffix.lower() in (".json", ".jsonl"):
+            whole = path.suffix.lower() == ".json"
+            for number, line in enumerate([text] if whole else text.splitlines(), 1):
+                try:
+                    content = json.loads(line) if line.strip() else None
+                except json.JSONDecodeError as error:
+                    where = "" if whole else f" in line {number}"
+                    raise PublishingError(f"'{name}' is not JSON{where}: {error}.") from error
+                for key, value in strings_of(content):
                     if LOCAL_PATH.search(value) or ABSOLUTE.search(value):
                         raise PublishingError(f"'{name}' holds a path of this machine under {key}: {value!r}.")
-        elif path.suffix != ".py" and path.name not in ("LICENSE", "NOTICE"):
+        elif path.suffix.lower() != ".py" and path.name not in ("LICENSE", "NOTICE"):
             for number, line in enumerate(text.splitlines(), 1):
                 if found := LOCAL_PATH.search(line):
                     raise PublishingError(
@@ -191,6 +257,7 @@ def strings_of(value, key: str = "the top") -> Iterator[tuple[str, str]]:
         yield key, value
     elif isinstance(value, dict):
         for name, each in value.items():
+            yield key, name
             yield from strings_of(each, f"'{name}'")
     elif isinstance(value, list):
         for each in value:
@@ -211,9 +278,10 @@ def numbers_of(value) -> Iterator[float]:
 
 
 def check_card(staged: Path) -> None:
-    """Every number in a table, and in the metadata's results, is in a results file, as it is or in per cent.
+    """Every number in a table, every percentage, and the metadata's results are in a results file, as they are or in per cent.
 
-    The first row of a table is its heading, and whole numbers in the first cell of another belong to its name.
+    The first row of a table is its heading, and whole numbers in the first cell of another belong to its name. Other numbers
+    in sentences are years, sizes and settings, which nobody measured.
     """
     try:
         card = ModelCard.load(staged / "README.md")
@@ -222,16 +290,19 @@ def check_card(staged: Path) -> None:
     if not card.data.to_dict():
         raise PublishingError("The card has no metadata: begin README.md with a block between lines of '---'.")
     files = [*staged.glob("results*.json"), *staged.glob("results/*.json"), *staged.glob("evaluation*.json")]
-    measured = [number for file in files for number in numbers_of(json.loads(file.read_text()))]
+    measured = [number for file in files for number in numbers_of(read(file))]
     lines = [line.strip() for line in card.text.splitlines()]
     claimed = [str(result.metric_value) for result in card.data.eval_results or []]
     for line, following in zip(lines, [*lines[1:], ""]):
-        if line.startswith("|") and not re.match(r"\|\s*:?-", following):
-            first, *others = line.strip("|").split("|")
+        if "|" in line and not re.match(r"\|?\s*:?-", following):
+            first, *others = line.strip("|").replace("_", " ").split("|")
             claimed += [number for number in NUMBER.findall(first) if "." in number]
             claimed += [number for cell in others for number in NUMBER.findall(cell)]
+        claimed += PERCENTAGE.findall(line)
     for number in claimed:
-        mantissa, _, exponent = number.partition("e")
+        if not NUMBER.fullmatch(number):
+            raise PublishingError(f"The card's metadata say {number!r} where a number should be.")
+        mantissa, _, exponent = number.lower().partition("e")
         unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))  # of the last digit shown
         if not any(abs(scale * value - float(number)) <= 0.5000001 * unit for value in measured for scale in (1, 100)):
             raise PublishingError(
@@ -246,7 +317,9 @@ def answer_of(loaded):
     generator = torch.Generator().manual_seed(0)
     if hasattr(loaded, "scheduler"):
         loaded.set_progress_bar_config(disable=True)
-        return loaded(batch_size=2, num_inference_steps=3, generator=generator, output_type="pt").images.float()
+        # A pipeline of latents without an autoencoder, as conversion makes it, has nothing else to show.
+        kind = "latent" if getattr(loaded, "vae", None) is None else "pt"
+        return loaded(batch_size=2, num_inference_steps=3, generator=generator, output_type=kind).images.float()
     size = getattr(loaded.config, "image_size", 224)
     size = size if isinstance(size, (list, tuple)) else (size, size)
     images = torch.randn(2, loaded.config.num_channels, *size, generator=generator)

@@ -27,6 +27,7 @@ from .data import evaluation_images, some
 from .evaluation import frechet_distance
 from .evaluation.features import fingerprint
 from .evaluation.generation import pixel_features
+from .latents import load_vae
 from .models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from .models.unet_decayed_uvit import DecayedUViT2DModel
 from .pictures import save_grid
@@ -48,6 +49,7 @@ def sample(
     file_format: str = "png",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    vae: str | None = None,
     accelerator: Accelerator | None = None,
 ) -> str:
     """Samples into the folder `output`; all processes call it. Returns what was done.
@@ -60,13 +62,15 @@ def sample(
         file_format (`str`, defaults to `"png"`):
             `png`: a file for each. `npz`: one file with `arr_0`, bytes `(num, height, width, channels)`, as the usual
             evaluators read it. A picture of the first ones comes with both.
+        vae (`str`, *optional*): Autoencoder for a pipeline of latents that has none, as converted ones.
     """
-    if num < 1 or batch_size < 1:
-        raise ValueError(f"`num` and `batch_size` must be at least 1, got {num} and {batch_size}.")
+    for name, value in (("num", num), ("batch_size", batch_size), ("num_inference_steps", num_inference_steps)):
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")
     if file_format not in ("png", "npz"):
         raise ValueError(f"`format` must be png or npz, got {file_format!r}.")
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
-    pipeline = load_pipeline(model, revision, trust_remote_code) if isinstance(model, str) else model
+    pipeline = load_pipeline(model, revision, trust_remote_code, vae) if isinstance(model, str) else model
     pipeline = pipeline.to(accelerator.device)
     pipeline.set_progress_bar_config(disable=True)
     labels = labels_of(pipeline, classes, num)
@@ -110,6 +114,10 @@ def sample(
             generator=[torch.Generator().manual_seed(seed_of(seed, place)) for place in places],
             output_type="np",
         ).images
+        if not np.isfinite(images).all():  # of other people's pipelines; ours say so themselves
+            raise ValueError(
+                "The samples hold NaN or infinity, so there are no images: try float32, or less guidance."
+            )
         images = (255 * images.clip(0, 1)).round().astype(np.uint8)
         shards.mkdir(exist_ok=True)
         temporary = shards / f".writing-{batch:06d}.npy"
@@ -145,15 +153,23 @@ OURS = {
 }
 
 
-def load_pipeline(model: str, revision: str | None = None, trust_remote_code: bool = False) -> DiffusionPipeline:
-    """A pipeline from a folder or repository; one of ours with the classes of this package, so that no other code runs."""
+def load_pipeline(
+    model: str, revision: str | None = None, trust_remote_code: bool = False, vae: str | None = None
+) -> DiffusionPipeline:
+    """A pipeline from a folder or repository; one of ours with the classes of this package, so that no other code runs.
+
+    `vae` names an autoencoder, for a pipeline of latents that has none or should have another.
+    """
+    given = {"vae": load_vae(vae, "cpu")} if vae else {}
     with loading(model):
         index = DiffusionPipeline.load_config(model, revision=revision)
     name = index["_class_name"][-1] if isinstance(index["_class_name"], list) else index["_class_name"]
     if name not in OURS:
-        return DiffusionPipeline.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
-    arguments = {}
-    for key in inspect.signature(OURS[name].__init__).parameters.keys() & index.keys():
+        return DiffusionPipeline.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code, **given
+        )
+    arguments = given
+    for key in (inspect.signature(OURS[name].__init__).parameters.keys() & index.keys()) - given.keys():
         arguments[key] = index[key]
         if isinstance(index[key], list):  # a component: its library and its class, or nothing
             library, component = index[key]
@@ -209,10 +225,12 @@ def claim(output: Path, identity: dict) -> list[str]:
         changed = [
             f"{name} {found.get(name)} -> {value}" for name, value in identity.items() if found.get(name) != value
         ]
-        if changed:
+        begun = found.get("finished") or any((output / "shards").glob("[!.]*"))
+        if changed and begun:  # a command that was refused before it drew anything holds nothing
             raise ValueError(f"'{output}' holds other samples ({', '.join(changed)}): name another --output.")
-        return found.get("finished", [])
-    if output.exists() and any(output.iterdir()):
+        if not changed:
+            return found.get("finished", [])
+    elif output.exists() and any(output.iterdir()):
         raise ValueError(f"'{output}' holds files that are no samples: name another --output.")
     (output / "shards").mkdir(parents=True, exist_ok=True)
     write_record(output, identity)

@@ -33,9 +33,15 @@ class HubHandler(BaseHTTPRequestHandler):
         if parts[1:] == ["repos", "create"]:
             wanted = json.loads(body)
             repository = f"{wanted.get('organization') or 'user'}/{wanted['name']}"
+            if not Path(self.server.root, repository).exists():
+                self.server.private[repository] = (
+                    wanted.get("visibility") == "private" or wanted.get("private") is True
+                )
+            self.server.created.append(wanted)
             Path(self.server.root, repository).mkdir(parents=True, exist_ok=True)
             answer = {"url": f"{self.server.url}/{repository}", "name": repository, "id": repository}
         elif parts[4:5] == ["branch"]:
+            self.server.branches.append(parts[5])
             answer = {}  # all branches are one
         elif parts[1:] == ["validate-yaml"]:
             answer = {"errors": [], "warnings": []}
@@ -51,6 +57,9 @@ class HubHandler(BaseHTTPRequestHandler):
                     for file in json.loads(body)["files"]
                 ]
             }
+        elif self.server.failures:
+            self.server.failures -= 1
+            return self.send(b"no", "text/plain", status=400)
         else:
             self.commit(Path(self.server.root, *parts[2:4]), [json.loads(line) for line in body.splitlines()])
             answer = {
@@ -88,14 +97,15 @@ class HubHandler(BaseHTTPRequestHandler):
         else:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             siblings = [{"rfilename": path.relative_to(folder).as_posix()} for path in files]
-            info = {"id": "/".join(parts[:2]), "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}
+            info = {"id": "/".join(parts[:2]), "sha": COMMIT, "siblings": siblings, "tags": []}
+            info["private"] = self.server.private.get(info["id"], False)
             self.send(json.dumps(info).encode(), "application/json")
 
     def answer_file(self, parts):
         if (folder := self.repository(parts)) is None:
             return
         resolve, revision, *name = parts[2:]
-        if resolve != "resolve" or revision not in ("main", COMMIT):
+        if resolve != "resolve" or revision not in ("main", COMMIT, *self.server.branches):
             return self.fail("RevisionNotFound")
         path = folder.joinpath(*name)
         if not path.is_file():
@@ -133,7 +143,8 @@ def etag(path):
 def serve(root):
     """Serves the repositories under `root`; yields the server, with `.url` and the list `.downloads`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
-        server.root, server.downloads = root, []
+        server.root, server.downloads, server.created, server.branches, server.private = root, [], [], [], {}
+        server.failures = 0  # commits to refuse from now on
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server

@@ -43,7 +43,12 @@ EVALUATION = {
         "pixels": {"knn_accuracy": 0.761, "effective_rank": 3.4},
         "last.mean": {"knn_accuracy": 0.5751, "effective_rank": 0.6712},
     },
-    "protocol": {"features": "whole images"},
+    "protocol": {
+        "features": "whole images",
+        "knn": {"k": 20, "similarity": "cosine", "temperature": 0.07},
+        "linear": {"name": "ridge"},
+        "rank": "entropy",
+    },
     "protocol_hash": "0123456789abcdef",
     "dataset": {"name": "fashion_mnist_subset", "number": {"train": 9000, "test": 1000}},
     "command": "python training/evaluate.py mae",
@@ -81,7 +86,7 @@ def folder_of(kind, folder):
     "kind",
     ["autoencoder", "grey autoencoder", "classifier", "residual network", "pipeline", "conditional pipeline"],
 )
-def test_a_card_shows_what_can_be_done_and_what_was_measured(kind, tmp_path):
+def test_a_card_shows_what_can_be_done_and_what_was_measured(kind, tmp_path, monkeypatch):
     folder = folder_of(kind, tmp_path / "model")
     assert main(["card", str(folder), "--repo_id", "user/mine", "--license", "apache-2.0"]) == 0
     text = (folder / "README.md").read_text()
@@ -89,9 +94,13 @@ def test_a_card_shows_what_can_be_done_and_what_was_measured(kind, tmp_path):
     assert "| kNN accuracy on held-out images | 57.5 % |" in text and "2 threads of a CPU" in text
     pictures = re.findall(r"!\[.+\]\((.+)\)", text)
     assert pictures == ["curves.png", "results/evaluation.png"]  # those that are there
-    assert "not for contrastive" in text.lower() or "autoencoder" not in kind
+    for limit in ("not for contrastive", "0.4 or less trains unstably", "biases"):
+        assert limit in text
+    assert ("kNN: k = 20, cosine, temperature 0.07; rank: entropy;" in text) and "linear:" not in text
     lines = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1].replace("user/mine", str(folder))
-    found = {"image": Image.fromarray(np.zeros((40, 30, 3), dtype=np.uint8))}
+    Image.fromarray(np.zeros((40, 30, 3), dtype=np.uint8)).save(tmp_path / "picture.png")
+    monkeypatch.chdir(tmp_path)
+    found = {}
     exec(lines, found)
     assert "pooler_output" in found or "logits" in found or found["image"].size == (8, 8)
 
@@ -128,3 +137,39 @@ def test_no_card_for_what_is_not_ours(tmp_path, capsys):
 )
 def test_a_card_says_what_becomes_of_the_shortcuts(config, words):
     assert words in shortcuts_text(config)
+
+
+@pytest.mark.parametrize(
+    "name, content, sentence",
+    [
+        ("results/evaluation.json", "{}", "is nothing that training/evaluate.py wrote"),
+        (
+            "results/evaluation.json",
+            json.dumps({**EVALUATION, "rows": {}}),
+            "is nothing that training/evaluate.py wrote",
+        ),
+        ("results/evaluation.json", "[1]", "'evaluation.json' holds no fields, but list"),
+        ("results.json", "{", "'results.json' is not JSON"),
+        ("model.safetensors", "cut", "'.*model.safetensors' cannot be read"),
+        ("config.json", '{"architectures": ["DecayedViTMAEModel"]}', "holds no model or pipeline of ours"),
+        ("README.md", "By hand.", "was not written by this command"),
+    ],
+)
+def test_what_no_card_can_be_made_of_is_said(name, content, sentence, tmp_path, capsys):
+    folder = folder_of("autoencoder", tmp_path / "model")
+    (folder / name).write_text(content)
+    assert main(["card", str(folder)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.search(sentence, said)
+    assert name == "README.md" or not (folder / "README.md").exists()
+    if name == "README.md":
+        assert main(["card", str(folder), "--overwrite"]) == main(["card", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("rows", [{"pixels": {"effective_rank": 3.4}}, {"blocks.0@0": {"effective_rank": 0.7}}])
+def test_a_card_of_an_evaluation_without_accuracy(rows, tmp_path):
+    """As `evaluate.py outputs/uvit --metrics rank` writes it: no cell is the best."""
+    folder = folder_of("pipeline", tmp_path / "model")
+    (folder / "results" / "evaluation.json").write_text(json.dumps({**EVALUATION, "rows": rows, "best": {}}))
+    text = write_card(folder).read_text()
+    assert f"| {next(iter(rows))} | {next(iter(rows.values()))['effective_rank']:.2f} |" in text

@@ -4,17 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
+import huggingface_hub
 import pytest
 from conftest import TINY_SIZES, random_weights
-from diffusers import DPMSolverMultistepScheduler
+from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler
+from huggingface_hub import HfApi
 from loopback_hub import COMMIT, serve
 
-from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, publishing
 from hf_decayed.cli import main
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
-from hf_decayed.publishing import PublishingError, prove, refuse_unfit, stage
+from hf_decayed.publishing import PublishingError, prove, publish, refuse_unfit, stage
 from hf_decayed.sampling import load_pipeline
 
 
@@ -89,12 +92,65 @@ def test_published_and_loaded_by_name(kind, tmp_path):
     assert 'from_pretrained("user/mine", trust' in card and 'from_pretrained("somebody/else")' in card
     assert not any("checkpoints" in name or "arguments" in name for name in pushed)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    # The server is gone: a sentence, and the command can be given again.
-    if kind == "pipeline":
-        gone, _ = publish_on(server, tmp_path / "cache", folder, "--repo_id", "user/mine")
-        assert gone.returncode == 2
-        last = gone.stderr.strip().splitlines()[-1]
-        assert last.startswith("hf-decayed publish: Not pushed to 'user/mine', where no file was changed: ")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """`publish` in this process, to a Hub on loopback; proving takes a process of its own, and is tested above."""
+    (tmp_path / "hub").mkdir()
+    with serve(tmp_path / "hub") as server:
+        client = partial(HfApi, endpoint=server.url, token="hf_secret")
+        monkeypatch.setattr(publishing, "HfApi", client)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(publishing, "prove", lambda *_: 0.0)
+        yield server
+
+
+def test_pushed_again_after_a_failure(hub, tmp_path):
+    folder = trained(tmp_path / "out")
+    hub.failures = 1
+    with pytest.raises(
+        PublishingError, match="broke off: it has all of the commit or nothing of it, and the same command"
+    ):
+        publish(folder, "user/mine", keep=tmp_path / "kept")
+    assert not list((tmp_path / "hub/user/mine").iterdir()) and not (tmp_path / "kept").exists()
+    said = publish(folder, "user/mine", keep=tmp_path / "kept", revision="trial")
+    assert said.endswith(f"pushed to user/mine: pin revision {COMMIT}") and hub.branches == ["trial"]
+    assert (tmp_path / "kept" / "config.json").exists()
+    # What an earlier push left is not removed, and is named.
+    (folder / "results.json").rename(folder / "results_of_mine.json")
+    said = publish(folder, "user/mine")
+    assert "(also there, from before: results.json; `hf repos delete-files` removes them)" in said
+
+
+def test_who_may_see_it_is_the_owners_choice(hub, tmp_path):
+    folder = trained(tmp_path / "out")
+    publish(folder, "user/mine")
+    assert not {"private", "visibility"} & {name for name, value in hub.created[0].items() if value is not None}
+    with pytest.raises(PublishingError, match="no file was changed: it is there already, and public"):
+        publish(folder, "user/mine", private=True)
+    publish(folder, "user/other", private=True)
+    assert hub.private == {"user/mine": False, "user/other": True}
+
+
+def test_nobody_there(hub, tmp_path):
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(PublishingError, match="Not pushed to 'user/mine', where no file was changed: "):
+        publish(trained(tmp_path / "out"), "user/mine")
+
+
+@pytest.mark.parametrize("name, sentence", [("mine", "USER/mine"), ("not a/valid//id!", "Repo id must")])
+def test_names_that_the_hub_would_not_take(name, sentence, tmp_path):
+    with pytest.raises(PublishingError, match=sentence):
+        publish(trained(tmp_path / "out"), name, dry_run=True)
+
+
+def test_a_card_for_another_repository(tmp_path):
+    folder = trained(tmp_path / "out")
+    (folder / "README.md").write_text(CARD.replace("path/or/repository", "user/theirs"))
+    with pytest.raises(PublishingError, match="shows how to load 'user/theirs', and not 'user/mine'"):
+        publish(folder, "user/mine", dry_run=True)
 
 
 @pytest.mark.slow
@@ -132,16 +188,31 @@ def test_what_would_be_pushed_is_listed(tmp_path, capsys):
         ("more.json", '{"from": "images/../../mine"}', "a path of this machine under 'from': 'images/../../mine'"),
         ("notes.md", "I ran\nit in ~/images", "'notes.md' holds a path of this machine in line 2: ~/"),
         ("notes.yaml", "data: file:///home/me", "'notes.yaml' holds a path of this machine in line 1: file:///"),
+        ("more.json", '{"from": "/imagenet"}', "a path of this machine under 'from': '/imagenet'"),
+        ("more.JSON", '{"from": "images/.."}', "a path of this machine under 'from'"),
+        ("more.json", '{"/home/me/x": 1}', "a path of this machine under the top: '/home/me/x'"),
+        ("more.json", '{"from": "mae.py --data /gpfs/me/x"}', "a path of this machine under 'from'"),
+        ("more.json", '{"from": "\\\\\\\\server\\\\me"}', "a path of this machine under 'from'"),
+        ("more.json", "{", "'more.json' is not JSON"),
+        ("more.jsonl", "{}\n\n{", "'more.jsonl' is not JSON in line 3"),
+        ("harmless.txt", "\x80\x04 a pickle", "'harmless.txt' is a pickle"),
+        ("tokens/hub.txt", "x", "'tokens/hub.txt' looks like a file of keys or tokens"),
+        (".env/prod.json", "{}", "'.env/prod.json' looks like a file of keys or tokens"),
+        ("notes.md", f"my hf_oauth_{'a' * 34}", "'notes.md' holds a Hugging Face token"),
         ("video.mp4", "x", "'video.mp4' is nothing that a model repository holds"),
         ("README.md", CARD.replace("57.5", "63.9"), "The card says 63.9, which no results file does"),
         ("README.md", CARD.replace("0.67", "91"), "The card says 91, which no results file does"),
         ("README.md", CARD.replace("0.67", "0.67 +- 3.6e-02"), "The card says 3.6e-02, which no results file does"),
+        ("README.md", CARD + "kNN accuracy: 99.9 %", "The card says 99.9, which no results file does"),
+        ("README.md", CARD + "\na | b\n---|---\n1 | _99.9_", "The card says 99.9, which no results file does"),
+        ("README.md", CARD.replace("0.67", "9.99E1"), "The card says 9.99E1, which no results file does"),
         ("README.md", "# A model", "The card has no metadata"),
     ],
 )
 def test_refused(name, content, sentence, tmp_path):
     folder = trained(tmp_path / "out")
-    (folder / name).write_text(content)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(content, encoding="latin-1")
     with pytest.raises(PublishingError, match=sentence.replace("(", ".").replace(")", ".")):
         stage(folder, tmp_path / "staged")
         refuse_unfit(tmp_path / "staged")
@@ -151,6 +222,7 @@ def test_what_is_not_there_is_said(tmp_path):
     folder = trained(tmp_path / "out")
     for name, sentence in (
         ("README.md", "has no card"),
+        ("preprocessor_config.json", "There is no image processor"),
         ("modeling_decayed_vit_mae.py", "'modeling_decayed_vit_mae.py', which the config names, is missing"),
         ("model.safetensors", "holds no weights"),
         ("config.json", "holds neither a model"),
@@ -170,9 +242,10 @@ def test_code_that_does_something_else_is_found_out(tmp_path):
         prove(folder, tmp_path / "staged", tmp_path)
 
 
-def test_where_a_part_came_from_stays_here(tmp_path):
+@pytest.mark.parametrize("load", [load_pipeline, partial(DiffusionPipeline.from_pretrained, trust_remote_code=True)])
+def test_where_a_part_came_from_stays_here(load, tmp_path):
     folder = trained(tmp_path / "out", pipeline=True)
-    load_pipeline(str(folder)).save_pretrained(tmp_path / "again")
+    load(str(folder)).save_pretrained(tmp_path / "again")
     config = tmp_path / "again" / "unet" / "config.json"
     assert str(tmp_path) in json.loads(config.read_text())["_name_or_path"]  # diffusers'
     (tmp_path / "again" / "README.md").write_text(CARD)

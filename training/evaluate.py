@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 import hf_decayed  # noqa: F401, registers our classes with AutoModel
-from hf_decayed.cards import as_text, table
+from hf_decayed.cards import as_text, protocol_text, table
 from hf_decayed.data import DataError, MiddleOfImages, hold_out, some
 from hf_decayed.evaluation import PROTOCOLS, effective_rank, generation, knn_accuracy, linear_probe
 from hf_decayed.evaluation.features import (
@@ -104,6 +104,7 @@ def parse_arguments(arguments=None):
     )
     samples.add_argument("--num_inference_steps", type=int, default=50)
     samples.add_argument("--guidance_scale", type=float, default=1.0, help="as diffusers counts it: 1 is none")
+    samples.add_argument("--vae", metavar="PATH", help="autoencoder for a pipeline of latents that has none")
     samples.add_argument("--samples_dir", type=Path, default=Path("outputs/samples"), help="where samples are kept")
     samples.add_argument(
         "--feature_net",
@@ -180,6 +181,7 @@ def main(arguments=None):
     if pictures:
         save_heat_maps(output.with_suffix(".png"), **pictures)
     print("\n".join(tables(results)))
+    print(protocol_text(results["protocol"], results["rows"]))
     print(f"{output}: protocol {results['protocol_hash']}, {results['seconds']:.0f} s")
     if pictures:
         print(f"heat map: {output.with_suffix('.png')}")
@@ -293,7 +295,8 @@ def numbers_of(train, train_labels, test, test_labels, options) -> dict[str, flo
 
 
 def judge_pipeline(options, accelerator) -> dict:
-    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code).to(accelerator.device)
+    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code, options.vae)
+    pipeline.to(accelerator.device)
     if set(options.metrics) <= set(METRICS):
         return judge_blocks(pipeline, options, accelerator)
     settings = {
@@ -339,8 +342,9 @@ def judge_blocks(pipeline, options, accelerator) -> dict:
             with torch.autocast(pixel_values.device.type, enabled=False):  # as latents for training are made
                 latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode().float()
             own = latent_scaling(vae)
-            shift = getattr(pipeline.config, "latent_shift", None) or own["shift"]
-            pixel_values = (latents - shift) * (getattr(pipeline.config, "latent_scale", None) or own["scale"])
+            scale, shift = (getattr(pipeline.config, name, None) for name in ("latent_scale", "latent_shift"))
+            scale, shift = own["scale"] if scale is None else scale, own["shift"] if shift is None else shift
+            pixel_values = (latents - shift) * scale
         return encode(pixel_values, places)
 
     names = [f"{block}@{level:g}" for block in blocks for level in levels]

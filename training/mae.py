@@ -43,7 +43,7 @@ from hf_decayed.data import (
 from hf_decayed.evaluation import effective_rank, knn_accuracy
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
-from hf_decayed.optimization import parameter_groups, warmup_cosine
+from hf_decayed.optimization import parameter_groups, scale_is_sought, warmup_cosine
 from hf_decayed.pictures import reconstructions, save_curves, save_reconstructions
 from hf_decayed.runs import (
     MetricsFile,
@@ -339,7 +339,7 @@ def main():
             if finite and not accelerator.optimizer_step_was_skipped:
                 if average is not None:
                     average.update_parameters(plain_model)
-            else:
+            elif not scale_is_sought(accelerator.scaler, loss):
                 skipped += 1
             optimizer.zero_grad()
 

@@ -25,12 +25,13 @@ from tqdm.auto import tqdm
 
 from hf_decayed.cards import write_card
 from hf_decayed.checkpoints import save_checkpoint
-from hf_decayed.cli import field_and_value
+from hf_decayed.cli import check_fields, field_and_value
+from hf_decayed.conversion_diffusion import fields_of
 from hf_decayed.data import DataError, EpochBatches, as_it_is, some
 from hf_decayed.evaluation.features import fingerprint
-from hf_decayed.latents import EncodedLatents, diffusion_images, load_vae
+from hf_decayed.latents import EncodedLatents, diffusion_images, load_vae, sample_shape
 from hf_decayed.models.unet_decayed_uvit import SIZES, DecayedUViT2DModel
-from hf_decayed.optimization import parameter_groups
+from hf_decayed.optimization import parameter_groups, scale_is_sought
 from hf_decayed.pictures import save_curves
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 from hf_decayed.runs import (
@@ -132,12 +133,19 @@ def parse_arguments(arguments=None):
         fields = {name: value for name, value in fields.items() if name not in SIZES["S"]}
     options.size = options.size or "S"
     options.fields = {**fields, **dict(options.fields or [])}
+    for name in ("sample_size", "num_classes"):
+        if name in options.fields:
+            parser.error(f"--set {name}: it follows from the data, --image_size and --conditional")
+    try:
+        check_fields(options.fields, fields_of("uvit"))
+    except ValueError as error:
+        parser.error(f"--set: {error}")
     if options.shortcut_decay is not None:
         options.fields["shortcut_decay"] = options.shortcut_decay
     if options.size not in SIZES:
         parser.error(f"--size must be one of {', '.join(SIZES)}, got {options.size}")
     at_least_one = ("batch_size", "gradient_accumulation_steps", "checkpointing_steps", "log_every", "max_train_steps")
-    for name in (*at_least_one, "sample_images"):
+    for name in (*at_least_one, "sample_images", "sample_steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     return options
@@ -182,17 +190,17 @@ def main():
     class_names = class_names_of(train, label_column) if label_column else []
     vae = load_vae(options.vae, accelerator.device) if options.vae else None
     image_channels = options.fields.get("in_channels", 3) if vae is None else vae.config.in_channels
-    images, channels, sample_size = diffusion_images(
-        vae, image_channels, train, image_column, label_column, options, accelerator
-    )
+    if options.guidance_scale != 1.0 and not class_names:
+        options.guidance_scale = 1.0
+        say("there are no classes, so samples are drawn without guidance")
     total_steps = options.max_train_steps
 
-    # Model.
-    model = DecayedUViT2DModel.from_size(
-        options.size,
-        **{**options.fields, "sample_size": sample_size, "in_channels": channels, "num_classes": len(class_names)},
-    )
+    # Model; before images are encoded, which may take hours, so that a wrong field costs nothing.
+    channels, sample_size = sample_shape(vae, image_channels, options.image_size)
+    sizes = {"sample_size": sample_size, "in_channels": channels, "num_classes": len(class_names)}
+    model = DecayedUViT2DModel.from_size(options.size, **{**options.fields, **sizes})
     config = model.config
+    images = diffusion_images(vae, image_channels, train, image_column, label_column, options, accelerator)
     if options.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     # The levels that the network is trained on, and sampled with.
@@ -290,7 +298,7 @@ def main():
                 optimizer.step()
             if finite and not accelerator.optimizer_step_was_skipped:
                 average.update_parameters(plain_model)
-            else:
+            elif not scale_is_sought(accelerator.scaler, loss):
                 skipped += 1
             optimizer.zero_grad()
 

@@ -91,6 +91,7 @@ def write_shards(
     shard_size: int = 8192,
     num_workers: int = 0,
     description: str = "features",
+    precision: str | None = None,
 ) -> list[Path]:
     """Files with the features of all images, in order; all processes call it.
 
@@ -102,10 +103,11 @@ def write_shards(
         identity (`dict`): JSON-plain; all that the features depend on: model, features, preparation, data.
         shard_size (`int`, defaults to 8192): Images per file, rounded up to whole batches. Each process writes every
             n-th shard, so the result does not depend on how many processes there are.
+        precision (`str`, *optional*): What `encode` computes in, if that is not the accelerator's.
     """
     accelerator = accelerator or Accelerator()
     batches_per_shard = math.ceil(shard_size / batch_size)
-    identity = {**identity, "precision": accelerator.mixed_precision, "number": len(images)}
+    identity = {**identity, "precision": precision or accelerator.mixed_precision, "number": len(images)}
     text = json.dumps({**identity, "batches": [batch_size, batches_per_shard]}, sort_keys=True)
     folder = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)

@@ -97,7 +97,9 @@ def neighbours(
     queries: torch.Tensor, features: torch.Tensor, k: int, chunk_size: int = 1024
 ) -> tuple[float, float, float]:
     """Precision, density and coverage: of queries among features whose reach is to their `k`-th neighbours."""
-    queries, features = queries.float(), features.float()
+    # Distances are made of products, which lose their digits far from the origin.
+    centre = features.double().mean(dim=0)
+    queries, features = ((each.double() - centre).float() for each in (queries, features))
     parts = features.split(chunk_size)
     # The nearest is the sample itself.
     reach = torch.cat([torch.cdist(part, features).topk(k + 1, largest=False).values[:, -1] for part in parts])

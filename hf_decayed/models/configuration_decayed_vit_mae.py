@@ -277,7 +277,7 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
             return
         if self.shortcut_decay < 0.45:
             warnings.warn(
-                f"`shortcut_decay={self.shortcut_decay}` is below 0.45: the paper reports unstable training there.",
+                f"`shortcut_decay={self.shortcut_decay}` is below 0.45: the paper reports unstable training from 0.4 down.",
                 stacklevel=2,
             )
         if chosen_by_hand and not 1e-4 <= self.effective_decay() <= 1e-1:

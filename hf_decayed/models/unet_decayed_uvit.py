@@ -80,7 +80,7 @@ def warn_of_decay(decay: float, alphas: list[tuple[float, float]]) -> None:
     effective = math.prod(attention * mlp for attention, mlp in alphas)
     if decay < 0.45:
         warnings.warn(
-            f"`shortcut_decay={decay}` is below 0.45: the paper reports unstable training there.", stacklevel=2
+            f"`shortcut_decay={decay}` is below 0.45: the paper reports unstable training from 0.4 down.", stacklevel=2
         )
     elif decay < 1.0 and not 1e-4 <= effective <= 1e-1:
         warnings.warn(
@@ -147,7 +147,7 @@ class DecayedUViTBlock(nn.Module):
         qkv_bias: bool,
         alphas: tuple[float, float],
         takes_skip: bool,
-        learned_alphas: bool,
+        learned_scope: str | None,
     ):
         super().__init__()
         inner_size = int(hidden_size * mlp_ratio)
@@ -158,8 +158,10 @@ class DecayedUViTBlock(nn.Module):
         self.fc1 = nn.Linear(hidden_size, inner_size)
         self.fc2 = nn.Linear(inner_size, hidden_size)
         self.attention_alpha, self.mlp_alpha = alphas
-        if learned_alphas:  # of shape (1,): sharding refuses scalars
-            self.attention_alpha, self.mlp_alpha = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        if learned_scope in ("both", "attention"):  # of shape (1,): sharding refuses scalars
+            self.attention_alpha = nn.Parameter(torch.ones(1))
+        if learned_scope in ("both", "mlp"):
+            self.mlp_alpha = nn.Parameter(torch.ones(1))
 
     def forward(self, hidden_states: torch.Tensor, skip: torch.Tensor | None = None) -> torch.Tensor:
         if self.skip_projection is not None:
@@ -285,7 +287,7 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
                 qkv_bias,
                 alphas[number],
                 number > num_layers // 2,
-                learned,
+                shortcut_scope if learned else None,
             )
 
         half = num_layers // 2
@@ -341,8 +343,8 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
         sample: torch.Tensor,
         timestep: torch.Tensor | float | int,
         class_labels: torch.Tensor | None = None,
-        output_hidden_states: bool = False,
         return_dict: bool = True,
+        output_hidden_states: bool = False,
     ) -> DecayedUViT2DOutput | tuple:
         """
         Args:
@@ -399,6 +401,11 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
     def check_labels(self, class_labels: torch.Tensor | None, batch_size: int) -> torch.Tensor:
         if class_labels is None:
             return torch.full((batch_size,), self.config.num_classes, device=self.position_embedding.device)
+        if class_labels.shape != (batch_size,) or class_labels.is_floating_point():
+            raise ValueError(
+                f"`class_labels` must be {batch_size} whole numbers, one for each sample, got "
+                f"{tuple(class_labels.shape)} of {class_labels.dtype}."
+            )
         # On other devices looking would wait for the device, every step; there the embedding's own check must do.
         if class_labels.device.type == "cpu" and not torch.compiler.is_compiling():
             smallest, largest = int(class_labels.min()), int(class_labels.max())

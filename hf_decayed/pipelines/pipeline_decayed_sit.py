@@ -110,6 +110,7 @@ class DecayedSiTPipeline(DiffusionPipeline):
         """
         device, dtype, channels = self._execution_device, self.transformer.dtype, self.transformer.config.in_channels
         self.check_scheduler()
+        self.check_output(output_type, num_inference_steps)
         labels = self.labels_of(class_labels, num_images_per_label)
         guided = guidance_scale != 1.0
         if guided and labels is None:
@@ -117,7 +118,21 @@ class DecayedSiTPipeline(DiffusionPipeline):
                 f"`guidance_scale={guidance_scale}` needs `class_labels`, and a network that has classes: without them "
                 "there is nothing to guide to."
             )
+        if guidance_interval[0] > guidance_interval[1]:
+            raise ValueError(f"`guidance_interval` goes from a lower to a higher share, got {guidance_interval}.")
+        unknown = set(callback_on_step_end_tensor_inputs) - set(self._callback_tensor_inputs)
+        if unknown:
+            raise ValueError(f"`callback_on_step_end_tensor_inputs` can be 'latents' only, got {sorted(unknown)}.")
         number = batch_size if labels is None else len(labels)
+        if batch_size not in (1, number):
+            raise ValueError(
+                f"`batch_size={batch_size}` is for images without classes, and there are {number} `class_labels`: take "
+                "`num_images_per_label` for more of each."
+            )
+        if isinstance(generator, list) and len(generator) != number:
+            raise ValueError(
+                f"There must be a generator for each of {number} images, or one for all, got {len(generator)}."
+            )
         size = self.transformer.config.sample_size
         size = (size, size) if isinstance(size, int) else size
         shape = (number, channels, height or size[0], width or size[1])
@@ -155,11 +170,7 @@ class DecayedSiTPipeline(DiffusionPipeline):
                 latents = callback_on_step_end(self, step, timestep, tensors).pop("latents", latents)
 
         self._current_timestep = None
-        if not torch.isfinite(latents).all():
-            raise ValueError(
-                "The samples hold NaN or infinity, so there are no images: try a lower `guidance_scale`, another "
-                "scheduler, or float32."
-            )
+        check_finite(latents, "samples", "a lower `guidance_scale`, another scheduler, or float32")
         images = latents if output_type == "latent" else self.decoded(latents, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
@@ -167,11 +178,19 @@ class DecayedSiTPipeline(DiffusionPipeline):
     def labels_of(self, class_labels, num_images_per_label: int) -> list[int] | None:
         """Class numbers, one for each image; `None` where there are none."""
         if class_labels is None:
+            if num_images_per_label != 1:
+                raise ValueError(
+                    "`num_images_per_label` needs `class_labels`; without them `batch_size` says how many."
+                )
             return None
         num_classes = self.transformer.config.num_classes
         if num_classes == 0:
             raise ValueError("`class_labels` were given to a network without classes.")
+        if hasattr(class_labels, "tolist"):  # tensors, arrays, and their numbers
+            class_labels = class_labels.tolist()
         wanted = [class_labels] if isinstance(class_labels, (int, str)) else list(class_labels)
+        if not wanted:
+            raise ValueError("`class_labels` is empty.")
         numbers = [self.label2id.get(each, each) if isinstance(each, str) else int(each) for each in wanted]
         for number in numbers:
             if isinstance(number, str):
@@ -192,17 +211,32 @@ class DecayedSiTPipeline(DiffusionPipeline):
                 "FlowMatchEulerDiscreteScheduler(shift=1.0), or another scheduler with `prediction_type='flow_prediction'` "
                 "and `use_flow_sigmas=True`."
             )
+        for name, instead in (("invert_sigmas", "without it"), ("stochastic_sampling", "SiTSDEScheduler")):
+            if getattr(config, name, False):
+                raise ValueError(f"A scheduler with `{name}=True` does not follow SiT's flow: take {instead}.")
 
-    def decoded(self, latents: torch.Tensor, output_type: str):
-        if self.vae is None and (self.config.latent_scale is not None or latents.shape[1] not in (1, 3)):
+    def check_output(self, output_type: str, num_inference_steps: int) -> None:
+        """Before there is any work to lose."""
+        if num_inference_steps < 1:
+            raise ValueError(f"`num_inference_steps` must be at least 1, got {num_inference_steps}.")
+        if output_type not in ("pil", "np", "pt", "latent"):
+            raise ValueError(f"`output_type` must be pil, np, pt or latent, got {output_type!r}.")
+        channels = self.transformer.config.in_channels
+        latent = self.config.latent_scale is not None or channels not in (1, 3)
+        if latent and self.vae is None and output_type != "latent":
             raise ValueError(
                 "This is a network of latents, and the pipeline has no VAE to make images of them: load it with `vae=`, or "
                 "take `output_type='latent'`."
             )
+
+    def decoded(self, latents: torch.Tensor, output_type: str):
         if self.vae is not None:
-            scale = self.config.latent_scale or getattr(self.vae.config, "scaling_factor", None) or 1.0
-            shift = self.config.latent_shift or getattr(self.vae.config, "shift_factor", None) or 0.0
+            # Of the pipeline if it says them, else of the VAE.
+            scale, shift = self.config.latent_scale, self.config.latent_shift
+            scale = getattr(self.vae.config, "scaling_factor", None) or 1.0 if scale is None else scale
+            shift = getattr(self.vae.config, "shift_factor", None) or 0.0 if shift is None else shift
             latents = self.vae.decode((latents / scale + shift).to(self.vae.dtype)).sample
+            check_finite(latents, "decoded images", "a VAE in float32")
         return self.image_processor.postprocess(latents.float(), output_type=output_type)
 
     @classmethod
@@ -250,6 +284,11 @@ def set_timesteps(scheduler, num_inference_steps: int, device) -> None:
         scheduler.set_timesteps(sigmas=sigmas, device=device)
     else:
         scheduler.set_timesteps(num_inference_steps, device=device)
+
+
+def check_finite(tensor: torch.Tensor, what: str, advice: str) -> None:
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"The {what} hold NaN or infinity, so there are no images: try {advice}.")
 
 
 def cache_of(network, name: str):

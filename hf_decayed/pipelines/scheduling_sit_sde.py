@@ -45,6 +45,8 @@ class SiTSDEScheduler(SchedulerMixin, ConfigMixin):
     ):
         if diffusion not in ("sigma", "linear", "constant", "decreasing"):
             raise ValueError(f"`diffusion` must be sigma, linear, constant or decreasing, got {diffusion!r}.")
+        if not 0 < last_step_size < 1:
+            raise ValueError(f"`last_step_size` is a part of the time from 0 to 1, got {last_step_size}.")
         self.set_timesteps(250)
 
     def set_timesteps(self, num_inference_steps: int, device: str | torch.device | None = None) -> None:
