@@ -579,10 +579,11 @@ def test_sit_comes_back(released, tmp_path):
 
 
 def test_uvit_without_a_null_class(tmp_path):
+    """As official networks of ImageNet at 64 pixels: all rows of their table are classes."""
     model, weights = uvit_weights(num_classes=6)
     torch.save({**weights, "label_emb.weight": weights["label_emb.weight"][:6]}, tmp_path / "nnet.pth")
-    summary = convert("uvit", tmp_path / "nnet.pth", tmp_path / "out", {"num_attention_heads": 4, "num_classes": 6})
-    assert "no null class" in summary
+    summary = convert("uvit", tmp_path / "nnet.pth", tmp_path / "out", {"num_attention_heads": 4})
+    assert "6 classes and no null class" in summary and "give --set num_classes=5" in summary
     found = DecayedUViT2DModel.from_pretrained(tmp_path / "out", subfolder="unet").class_embedding.weight
     assert torch.equal(found[:6], model.class_embedding.weight[:6]) and not found[6].any()
 
@@ -598,4 +599,11 @@ def test_diffusion_checkpoints_are_refused(tmp_path):
         ConversionError, match="'shortcut_decays' is not a field of the config; did you mean 'shortcut_decay'"
     ):
         convert("uvit", tmp_path / "a", tmp_path / "out", {"shortcut_decays": 0.5})
+    _, weights = sit_weights(False)
+    torch.save({name: tensor for name, tensor in weights.items() if "y_embedder" not in name}, tmp_path / "b")
+    with pytest.raises(ConversionError, match="it lacks y_embedder.embedding_table.weight"):
+        convert("sit", tmp_path / "b", tmp_path / "out")
+    torch.save({**weights, "x_embedder.proj.weight": torch.zeros(32, 16)}, tmp_path / "c")
+    with pytest.raises(ConversionError, match=r"should be a convolution, and has shape \(32, 16\)"):
+        convert("sit", tmp_path / "c", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -20,6 +20,7 @@ from diffusers import (
     DDPMPipeline,
     DDPMScheduler,
     DPMSolverMultistepScheduler,
+    EDMEulerScheduler,
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     ModelMixin,
@@ -95,7 +96,9 @@ def part(state, prefix):
 
 
 @pytest.mark.parametrize("time_embedding_mlp", [False, True])
-@pytest.mark.parametrize("time_input, factor, offset", [("timestep", 1, 0), ("continuous", 0.999, 1)])
+@pytest.mark.parametrize(
+    "time_input, factor, offset", [("timestep", 1, 0), ("timestep_plus_one", 1, 1), ("continuous", 0.999, 1)]
+)
 def test_uvit_by_hand(time_embedding_mlp, time_input, factor, offset, sample, labels):
     """From its weights alone: tokens, blocks with weighted shortcuts, skips, patches put back."""
     model = made(DecayedUViT2DModel, shortcut_decay=0.6, time_embedding_mlp=time_embedding_mlp, time_input=time_input)
@@ -216,6 +219,11 @@ class TestBoth:
         assert len(names) == 2 * len([m for m in model.modules() if hasattr(m, "attention_alpha")])
         assert model.effective_decay() == 1.0
         made(model_class, shortcut_schedule="learned")(sample, 0.5, labels)
+        model = made(model_class, shortcut_schedule="learned", shortcut_scope="mlp")
+        names = {name.rpartition(".")[2] for name, _ in model.named_parameters() if name.endswith("_alpha")}
+        assert names == {"mlp_alpha"}
+        model(sample, 0.5, labels).sample.sum().backward()
+        assert isinstance(model(sample, 0.5, labels, False), tuple)  # `return_dict` comes fourth, as in diffusers
 
     @pytest.mark.parametrize(
         "arguments, said",
@@ -253,6 +261,8 @@ class TestBoth:
             ((sample[:, :, :7], 1), "divisible by `patch_size`, got 7 x 8 and 2"),
             ((sample, 1, torch.tensor([0, 1, 6])), r"must lie in \[0, 5\].*got 6"),
             ((sample, 1, torch.tensor([0, -1, 2])), "got -1"),
+            ((sample, 1, torch.tensor([0, 1])), r"must be 3 whole numbers, one for each sample, got \(2,\)"),
+            ((sample, 1, torch.rand(3)), r"must be 3 whole numbers.* of torch.float32"),
         ):
             with pytest.raises(ValueError, match=said):
                 model(*inputs)
@@ -424,6 +434,14 @@ def test_what_a_pipeline_refuses():
         ({"class_labels": ["three"]}, "no class 'three'; there are naught, one, two"),
         ({"guidance_scale": 2.0}, "needs `class_labels`"),
         ({"latents": torch.zeros(1, 3, 8, 8)}, "`latents` must have shape"),
+        ({"class_labels": 1, "batch_size": 4}, "`batch_size=4` is for images without classes, and there are 1"),
+        ({"num_images_per_label": 4}, "`num_images_per_label` needs `class_labels`"),
+        ({"guidance_interval": (1, 0)}, "from a lower to a higher share"),
+        ({"num_inference_steps": 0}, "at least 1, got 0"),
+        ({"output_type": "jpg"}, "must be pil, np, pt or latent, got 'jpg'"),
+        ({"class_labels": []}, "`class_labels` is empty"),
+        ({"batch_size": 3, "generator": [torch.Generator()] * 2}, "a generator for each of 3 images.*got 2"),
+        ({"callback_on_step_end_tensor_inputs": ["noise"]}, "can be 'latents' only"),
     ):
         with pytest.raises(ValueError, match=said):
             pipeline(**arguments)
@@ -432,6 +450,9 @@ def test_what_a_pipeline_refuses():
     for kind, scheduler, said in (
         ("noise", DPMSolverMultistepScheduler(prediction_type="v_prediction"), "predicts 'epsilon'.*'v_prediction'"),
         ("noise", FlowMatchEulerDiscreteScheduler(), "predicts 'epsilon'"),
+        ("noise", EDMEulerScheduler(prediction_type="epsilon"), "other noise levels than the network was trained on"),
+        ("flow", FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "`invert_sigmas=True` does not follow"),
+        ("flow", FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), "take SiTSDEScheduler"),
         ("flow", DPMSolverMultistepScheduler(), "velocity of a flow.*'epsilon'"),
         ("flow", DPMSolverMultistepScheduler(prediction_type="flow_prediction"), "use_flow_sigmas=True"),
     ):
@@ -441,6 +462,37 @@ def test_what_a_pipeline_refuses():
         known_pipeline("noise", DPMSolverMultistepScheduler(), in_channels=4)(num_inference_steps=2)
     with pytest.raises(ValueError, match="NaN or infinity, so there are no images"):
         known_pipeline("noise", DPMSolverMultistepScheduler(), broken=True)(num_inference_steps=2)
+    with pytest.raises(ValueError, match="`last_step_size` is a part"):
+        SiTSDEScheduler(last_step_size=0)
+    with pytest.raises(ValueError, match="as in 'XL/2', got 'XL/x'"):
+        DecayedSiTTransformer2DModel.from_size("XL/x")
+
+
+def test_labels_of_any_kind():
+    pipeline = known_pipeline("noise", DPMSolverMultistepScheduler())
+    for labels in (1, "one", np.int64(1), torch.tensor(1), [1], torch.tensor([1]), np.array([1]), (np.int64(1),)):
+        assert pipeline.labels_of(labels, 2) == [1, 1]
+
+
+def small_vae(latent_channels, **arguments):
+    blocks = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
+    sizes = {"block_out_channels": (8,), "norm_num_groups": 4, "latent_channels": latent_channels}
+    return random_weights(AutoencoderKL(**blocks, **sizes, **arguments))
+
+
+@pytest.mark.parametrize("kind", ["noise", "flow"])
+def test_what_the_autoencoder_does_to_samples(kind):
+    scheduler = DPMSolverMultistepScheduler() if kind == "noise" else FlowMatchEulerDiscreteScheduler(shift=1.0)
+    pipeline = known_pipeline(kind, scheduler)
+    pipeline.register_modules(vae=small_vae(3, scaling_factor=2.0, shift_factor=0.5))
+    pipeline.register_to_config(latent_shift=0.0)  # said by the pipeline, so it holds
+    latents = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        expected = (pipeline.vae.decode(latents / 2.0).sample / 2 + 0.5).clamp(0, 1)
+        torch.testing.assert_close(pipeline.decoded(latents, "pt"), expected)
+        pipeline.vae.decoder.conv_out.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="decoded images hold NaN or infinity.*a VAE in float32"):
+        pipeline(num_inference_steps=2)
 
 
 CLEAN_PROCESS = """
@@ -566,6 +618,25 @@ def test_many_samples(tmp_path, capsys):
     assert "files that are no samples" in capsys.readouterr().err
     assert main([*command, "--classes", "one,7", "--output", str(tmp_path / "seven")]) == 2
     assert "must lie in [0, 5), got 7" in capsys.readouterr().err
+    assert main([*command[:2], "--num_inference_steps", "0", "--output", str(tmp_path / "none")]) == 2
+    assert "`num_inference_steps` must be at least 1, got 0" in capsys.readouterr().err
+    # A command that was refused before anything was drawn does not keep its folder from the next.
+    refused = [*command, "--num", "2", "--classes", "none", "--output", str(tmp_path / "two")]
+    assert main([*refused, "--guidance_scale", "3"]) == 2
+    assert "needs `class_labels`" in capsys.readouterr().err
+    assert main(refused) == 0 and len(images("two")) == 2
+
+
+def test_a_converted_pipeline_of_latents_gets_its_autoencoder(tmp_path, capsys):
+    network = random_weights(DecayedSiTTransformer2DModel(**{**SIZES, "in_channels": 4}, num_classes=0))
+    pipeline = DecayedSiTPipeline(network, FlowMatchEulerDiscreteScheduler(shift=1.0), latent_scale=0.5)
+    pipeline.save_pretrained(tmp_path / "model")
+    small_vae(4).save_pretrained(tmp_path / "vae")
+    command = ["sample", str(tmp_path / "model"), "--num", "2", "--num_inference_steps", "2", "--output"]
+    assert main([*command, str(tmp_path / "without")]) == 2
+    assert "no VAE to make images of them" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "with"), "--vae", str(tmp_path / "vae")]) == 0
+    assert len(list((tmp_path / "with" / "images").iterdir())) == 2
 
 
 @pytest.mark.slow

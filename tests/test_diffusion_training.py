@@ -10,7 +10,9 @@ import time
 
 import numpy as np
 import pytest
+import sit
 import torch
+import uvit
 from accelerate import Accelerator
 from conftest import ROOT, run_script
 from datasets import load_dataset
@@ -220,3 +222,17 @@ def test_what_it_refuses_and_what_it_takes(tmp_path):
     run_script("uvit.py", *flags, "--dataset_path", tmp_path / "images.parquet")
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert pipeline.unet.config.num_classes == 0
+    assert (
+        results(tmp_path / "out")["sampling"]["guidance_scale"] == 1.0
+    )  # whatever the recipe says: there are no classes
+
+
+@pytest.mark.parametrize("script", [uvit, sit])
+def test_fields_that_there_are_not(script, capsys):
+    for field, said in (
+        ("hidden_sizes=64", "'hidden_sizes' is not a field of the config; did you mean 'hidden_size'?"),
+        ("num_classes=3", "--set num_classes: it follows from the data"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            script.parse_arguments(["--set", field])
+        assert stopped.value.code == 2 and said in capsys.readouterr().err

@@ -239,6 +239,13 @@ def test_density_and_coverage_are_the_counts():
     assert density_coverage(same, far) == (0.0, 0.0)
 
 
+def test_neighbours_do_not_depend_on_the_origin():
+    """Features of a network may have a mean a hundred times their spread."""
+    real, generated = torch.randn(500, 16, dtype=torch.float64), 1.1 * torch.randn(500, 16, dtype=torch.float64)
+    for measure in (precision_recall, density_coverage):
+        assert measure(real + 1e5, generated + 1e5) == pytest.approx(measure(real, generated), abs=0.01)
+
+
 def test_the_frechet_distance_spreads_as_new_samples_would():
     real = torch.randn(2000, 6)
     over_sets = np.std([frechet_distance(real, torch.randn(300, 6) + 0.3) for _ in range(40)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_decayed.data import DataError
+from hf_decayed.optimization import scale_is_sought
 from hf_decayed.runs import MetricsFile, flags_without_paths, identity_of, one_sentence, refuse_another_run
 
 
@@ -64,3 +65,12 @@ def test_metrics_survive_a_kill_and_skipped_steps(tmp_path):
     resumed = MetricsFile(log.path, 2, writing=True)
     assert [record["step"] for record in resumed.records()] == [0, 1, 2]
     assert len([json.loads(line) for line in log.path.read_text().splitlines()]) == 3
+
+
+def test_a_scaler_that_seeks_its_scale_loses_no_steps():
+    """fp16: the scale grows until gradients overflow, again and again; that is no step without a finite loss."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(1))  # it makes its scale when it is first used
+    assert scale_is_sought(scaler, 0.5) and not scale_is_sought(scaler, math.nan) and not scale_is_sought(None, 0.5)
+    scaler.update(new_scale=0.5)
+    assert not scale_is_sought(scaler, 0.5)
