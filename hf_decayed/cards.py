@@ -3,7 +3,8 @@
     python training/evaluate.py outputs/mae --output outputs/mae/results/cifar100.json
     hf-decayed card outputs/mae --repo_id user/decayed-mae
 
-Numbers come from those files and from nowhere else.
+Numbers come from those files and from nowhere else. What only its maker can say, what the model is good for, goes into the
+card from `about.md`, if there is one.
 """
 
 import json
@@ -82,7 +83,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
     noun, library, task = KINDS[kind]
     decay = config["shortcut_decay"]
     results = read(folder / "results.json")
-    files = sorted((folder / "results").glob("*.json"))
+    files, about = sorted((folder / "results").glob("*.json")), folder / "about.md"
     evaluations = [read_evaluation(file) for file in files]
     name = repo_id or PLACEHOLDER
     title = f"{noun[0].upper()}{noun[1:]}, shortcut_decay {decay:g}"
@@ -107,6 +108,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         mark=MARK,
         description=f"{'An' if noun[0] in 'aeio' else 'A'} {noun}{trained_on(results)}.",
         shortcuts=shortcuts_text(config),
+        about=about.read_text().strip() if about.exists() else "",
         parameters=parameters_of(folder),
         pictures={text: name for name, text in PICTURES.items() if (folder / name).exists()},
         usage=usage(kind, config, index, name, results),

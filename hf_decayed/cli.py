@@ -135,7 +135,8 @@ def add_card(commands):
         "card",
         help="write the card of a model or pipeline from its results",
         description="Writes README.md of a folder: what it is, how to use it, how it was trained (results.json), what was "
-        "measured (results/*.json, from training/evaluate.py), limits, licence, citation, and metadata for the Hub.",
+        "measured (results/*.json, from training/evaluate.py), limits, licence, citation, and metadata for the Hub. What "
+        "only you can say, write in about.md beside it.",
         epilog="example:\n  python training/evaluate.py outputs/mae --output outputs/mae/results/fashion_mnist.json\n  "
         "hf-decayed card outputs/mae --repo_id user/decayed-mae --license apache-2.0",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -117,6 +117,17 @@ def test_a_card_shows_what_can_be_done_and_what_was_measured(kind, tmp_path, mon
         check_card(folder)
 
 
+def test_a_card_has_what_its_maker_says(tmp_path):
+    folder = folder_of("autoencoder", tmp_path / "model")
+    (folder / "about.md").write_text("Good for clothes.\n")
+    text = write_card(folder).read_text()
+    assert "parameters.\n\nGood for clothes.\n\n## Use" in text
+    (folder / "about.md").write_text("Right in 91.2 % of the cases.\n")
+    write_card(folder)
+    with pytest.raises(PublishingError, match="says 91.2"):
+        check_card(folder)
+
+
 def test_no_card_for_what_is_not_ours(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["ViTModel"]}))
     assert main(["card", str(tmp_path)]) == 2
