@@ -68,11 +68,12 @@ def from_diffusion(kind: str, weights: dict[str, torch.Tensor], fields: dict, fi
     notes = []
     renamed = rename(kind, weights, known["num_layers"])
     table = renamed.get("class_embedding.weight")
-    if table is not None and len(table) == known["num_classes"]:
+    null_class = table is None or len(table) > known["num_classes"]
+    if not null_class:
         # Trained without guidance; the row for the null class is there so that shapes are the same for all.
         renamed["class_embedding.weight"] = torch.cat([table, table.new_zeros(1, table.shape[1])])
         notes.append(
-            f"The network has {len(table)} classes and no null class, so guidance would be meaningless; if its last is one, "
+            f"The network has {len(table)} classes and no null class, so the pipeline refuses guidance; if its last is one, "
             f"give --set num_classes={len(table) - 1}."
         )
     model = fill(model_class_of(kind)(**known), renamed).eval()
@@ -84,8 +85,10 @@ def from_diffusion(kind: str, weights: dict[str, torch.Tensor], fields: dict, fi
         )
     latent_scale = SD_LATENT_SCALE if latent else None
     if kind == "uvit":
-        return DecayedUViTPipeline(model, uvit_scheduler(latent), latent_scale=latent_scale), notes
-    return DecayedSiTPipeline(model, FlowMatchEulerDiscreteScheduler(shift=1.0), latent_scale=latent_scale), notes
+        scheduler, pipeline_class = uvit_scheduler(latent), DecayedUViTPipeline
+    else:
+        scheduler, pipeline_class = FlowMatchEulerDiscreteScheduler(shift=1.0), DecayedSiTPipeline
+    return pipeline_class(model, scheduler, latent_scale=latent_scale, null_class=null_class), notes
 
 
 def rename(kind: str, weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:

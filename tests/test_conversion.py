@@ -586,6 +586,12 @@ def test_uvit_without_a_null_class(tmp_path):
     assert "6 classes and no null class" in summary and "give --set num_classes=5" in summary
     found = DecayedUViT2DModel.from_pretrained(tmp_path / "out", subfolder="unet").class_embedding.weight
     assert torch.equal(found[:6], model.class_embedding.weight[:6]) and not found[6].any()
+    # Nobody is to draw with the row that stands in for it.
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    for arguments in ({"class_labels": 1, "guidance_scale": 2.0}, {"batch_size": 2}):
+        with pytest.raises(ValueError, match="trained with a class for every image"):
+            pipeline(**arguments, num_inference_steps=1)
+    assert pipeline(1, num_inference_steps=1, output_type="pt").images.isfinite().all()
 
 
 def test_diffusion_checkpoints_are_refused(tmp_path):

@@ -263,6 +263,7 @@ class TestBoth:
             ((sample, 1, torch.tensor([0, -1, 2])), "got -1"),
             ((sample, 1, torch.tensor([0, 1])), r"must be 3 whole numbers, one for each sample, got \(2,\)"),
             ((sample, 1, torch.rand(3)), r"must be 3 whole numbers.* of torch.float32"),
+            ((sample, 1, torch.ones(3, dtype=torch.bool)), r"must be 3 whole numbers.* of torch.bool"),
         ):
             with pytest.raises(ValueError, match=said):
                 model(*inputs)
@@ -431,6 +432,10 @@ def test_what_a_pipeline_refuses():
     pipeline = known_pipeline("noise", DPMSolverMultistepScheduler())
     for arguments, said in (
         ({"class_labels": 3}, r"must lie in \[0, 3\), got 3"),
+        ({"class_labels": [0.7]}, "names or whole numbers, got 0.7"),
+        ({"class_labels": 1.7}, "got 1.7"),
+        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
+        ({"class_labels": 1, "num_images_per_label": 0}, "`num_images_per_label` must be at least 1, got 0"),
         ({"class_labels": ["three"]}, "no class 'three'; there are naught, one, two"),
         ({"guidance_scale": 2.0}, "needs `class_labels`"),
         ({"latents": torch.zeros(1, 3, 8, 8)}, "`latents` must have shape"),
@@ -450,6 +455,7 @@ def test_what_a_pipeline_refuses():
     for kind, scheduler, said in (
         ("noise", DPMSolverMultistepScheduler(prediction_type="v_prediction"), "predicts 'epsilon'.*'v_prediction'"),
         ("noise", FlowMatchEulerDiscreteScheduler(), "predicts 'epsilon'"),
+        ("noise", DPMSolverMultistepScheduler(use_flow_sigmas=True), "no `use_flow_sigmas`"),
         ("noise", EDMEulerScheduler(prediction_type="epsilon"), "other noise levels than the network was trained on"),
         ("flow", FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "`invert_sigmas=True` does not follow"),
         ("flow", FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), "take SiTSDEScheduler"),
@@ -492,6 +498,9 @@ def test_what_the_autoencoder_does_to_samples(kind):
         torch.testing.assert_close(pipeline.decoded(latents, "pt"), expected)
         pipeline.vae.decoder.conv_out.weight.fill_(math.nan)
     with pytest.raises(ValueError, match="decoded images hold NaN or infinity.*a VAE in float32"):
+        pipeline(num_inference_steps=2)
+    pipeline.register_modules(vae=small_vae(4))
+    with pytest.raises(ValueError, match="The network has 3 channels, and the VAE takes latents of 4"):
         pipeline(num_inference_steps=2)
 
 

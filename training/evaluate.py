@@ -325,6 +325,10 @@ def judge_blocks(pipeline, options, accelerator) -> dict:
     vae = getattr(pipeline, "vae", None)
     if vae is None and network.config.in_channels not in (1, 3):
         raise DataError("This is a network of latents, and the pipeline has no VAE to make them of images.")
+    if not getattr(pipeline.config, "null_class", True) and network.config.num_classes > 0:
+        raise DataError(
+            "Blocks are probed without telling the network a class, and this one was trained with a class for every image."
+        )
     kinds = getattr(network, "_repeated_blocks", None) or network._no_split_modules or []
     blocks = [name for name, module in network.named_modules() if type(module).__name__ in kinds]
     blocks = options.blocks.split(",") if options.blocks else blocks

@@ -401,7 +401,7 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
     def check_labels(self, class_labels: torch.Tensor | None, batch_size: int) -> torch.Tensor:
         if class_labels is None:
             return torch.full((batch_size,), self.config.num_classes, device=self.position_embedding.device)
-        if class_labels.shape != (batch_size,) or class_labels.is_floating_point():
+        if class_labels.shape != (batch_size,) or class_labels.dtype == torch.bool or class_labels.is_floating_point():
             raise ValueError(
                 f"`class_labels` must be {batch_size} whole numbers, one for each sample, got "
                 f"{tuple(class_labels.shape)} of {class_labels.dtype}."
@@ -414,7 +414,7 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
                     f"`class_labels` must lie in [0, {self.config.num_classes}], of which the last is the null class, "
                     f"got {smallest if smallest < 0 else largest}."
                 )
-        return class_labels
+        return class_labels.long()  # an embedding takes no smaller kinds of numbers
 
     def positions(self, grid_size: tuple[int, int]) -> torch.Tensor:
         """The learned positions; for another grid of patches those of patches are interpolated, bicubic."""

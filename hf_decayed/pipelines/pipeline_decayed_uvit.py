@@ -36,6 +36,8 @@ class DecayedUViTPipeline(DiffusionPipeline):
         prediction_type (`str`, defaults to `"epsilon"`): What the network was trained to predict, as schedulers call it.
         latent_scale, latent_shift (`float`, *optional*): Latents are `(encoded - shift) * scale`; the VAE's own when not
             given.
+        null_class (`bool`, defaults to `True`): Whether the network was trained without a class too, now and then, which
+            guidance and samples without a class rest on.
     """
 
     model_cpu_offload_seq = "unet->vae"
@@ -51,13 +53,18 @@ class DecayedUViTPipeline(DiffusionPipeline):
         prediction_type: str = "epsilon",
         latent_scale: float | None = None,
         latent_shift: float | None = None,
+        null_class: bool = True,
     ):
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler, vae=vae)
         if id2label is not None:
             id2label = {str(number): name for number, name in id2label.items()}  # as JSON will have it
         self.register_to_config(
-            id2label=id2label, prediction_type=prediction_type, latent_scale=latent_scale, latent_shift=latent_shift
+            id2label=id2label,
+            prediction_type=prediction_type,
+            latent_scale=latent_scale,
+            latent_shift=latent_shift,
+            null_class=null_class,
         )
         self.image_processor = VaeImageProcessor()
         self._current_timestep = None
@@ -113,8 +120,16 @@ class DecayedUViTPipeline(DiffusionPipeline):
         device, dtype, channels = self._execution_device, self.unet.dtype, self.unet.config.in_channels
         self.check_scheduler()
         self.check_output(output_type, num_inference_steps)
+        for name, count in (("batch_size", batch_size), ("num_images_per_label", num_images_per_label)):
+            if count < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {count}.")
         labels = self.labels_of(class_labels, num_images_per_label)
         guided = guidance_scale != 1.0
+        if not self.config.null_class and self.unet.config.num_classes > 0 and (guided or labels is None):
+            raise ValueError(
+                "This network was trained with a class for every image, and knows nothing without one: give `class_labels`, "
+                "and `guidance_scale=1`."
+            )
         if guided and labels is None:
             raise ValueError(
                 f"`guidance_scale={guidance_scale}` needs `class_labels`, and a network that has classes: without them "
@@ -188,17 +203,19 @@ class DecayedUViTPipeline(DiffusionPipeline):
             raise ValueError("`class_labels` were given to a network without classes.")
         if hasattr(class_labels, "tolist"):  # tensors, arrays, and their numbers
             class_labels = class_labels.tolist()
-        wanted = [class_labels] if isinstance(class_labels, (int, str)) else list(class_labels)
+        wanted = [class_labels] if isinstance(class_labels, (int, float, str)) else list(class_labels)
         if not wanted:
             raise ValueError("`class_labels` is empty.")
-        numbers = [self.label2id.get(each, each) if isinstance(each, str) else int(each) for each in wanted]
+        numbers = [self.label2id.get(each, each) if isinstance(each, str) else each for each in wanted]
         for number in numbers:
             if isinstance(number, str):
                 known = ", ".join(list(self.label2id)[:10])
                 raise ValueError(f"There is no class '{number}'; there are {known or 'no names'}, ...")
+            if number != int(number):
+                raise ValueError(f"`class_labels` must be names or whole numbers, got {number}.")
             if not 0 <= number < num_classes:
                 raise ValueError(f"`class_labels` must lie in [0, {num_classes}), got {number}.")
-        return [number for number in numbers for _ in range(num_images_per_label)]
+        return [int(number) for number in numbers for _ in range(num_images_per_label)]
 
     def check_scheduler(self) -> None:
         found = getattr(self.scheduler.config, "prediction_type", None)
@@ -207,10 +224,10 @@ class DecayedUViTPipeline(DiffusionPipeline):
                 f"The network predicts '{self.config.prediction_type}', and {type(self.scheduler).__name__} is set up for "
                 f"{found!r}: make the scheduler with `prediction_type='{self.config.prediction_type}'`."
             )
-        if not hasattr(self.scheduler, "alphas_cumprod"):
+        if not hasattr(self.scheduler, "alphas_cumprod") or getattr(self.scheduler.config, "use_flow_sigmas", False):
             raise ValueError(
                 f"{type(self.scheduler).__name__} has other noise levels than the network was trained on: take one that has "
-                "betas, such as DPMSolverMultistepScheduler."
+                "betas, such as DPMSolverMultistepScheduler, and no `use_flow_sigmas`."
             )
 
     def check_output(self, output_type: str, num_inference_steps: int) -> None:
@@ -220,6 +237,11 @@ class DecayedUViTPipeline(DiffusionPipeline):
         if output_type not in ("pil", "np", "pt", "latent"):
             raise ValueError(f"`output_type` must be pil, np, pt or latent, got {output_type!r}.")
         channels = self.unet.config.in_channels
+        made = channels if self.vae is None else getattr(self.vae.config, "latent_channels", channels)
+        if made != channels and output_type != "latent":
+            raise ValueError(
+                f"The network has {channels} channels, and the VAE takes latents of {made}: take another VAE."
+            )
         latent = self.config.latent_scale is not None or channels not in (1, 3)
         if latent and self.vae is None and output_type != "latent":
             raise ValueError(
