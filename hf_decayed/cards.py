@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 
@@ -71,6 +72,8 @@ def write_card(
     """
     folder = Path(folder)
     path = folder / "README.md"
+    if repo_id:
+        validate_repo_id(repo_id)
     if not overwrite and path.exists() and MARK not in path.read_text():
         raise ValueError(f"'{path}' was not written by this command: give --overwrite if it may go.")
     card = render_card(folder, repo_id, licence or licence_of(folder))
@@ -265,7 +268,7 @@ def metadata_of(evaluations: list[dict], task: str) -> list[EvalResult]:
                     dataset_name=evaluation["dataset"]["name"],
                     metric_type="accuracy" if metric.endswith("accuracy") else metric,
                     metric_name=f"{metric.replace('_', ' ')}, {row}",
-                    metric_value=round(value, 4),
+                    metric_value=float(f"{value:.4g}"),
                 )
             )
     return found

@@ -49,10 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         print(options.run(options))
-    except (ValueError, OSError, StrictDataclassError) as error:
+    except Exception as error:
         # A config's own sentence is the cause; what wraps it names our validator, which is nobody's business.
         error = error.__cause__ if isinstance(error, StrictDataclassError) else error
-        print(f"hf-decayed {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        # Sentences of ours stand alone; of what a library found wrong with the files, its kind tells more than its text.
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        print(f"hf-decayed {options.command}: {kind}{' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

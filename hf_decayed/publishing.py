@@ -26,6 +26,8 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 
 from .cards import PLACEHOLDER, read
+from .evaluation.features import fingerprint
+from .runs import versions
 
 
 # What runs leave beside the model: it stays here.
@@ -52,9 +54,10 @@ LOCAL_PATH = re.compile(
     r"""(^|[\s'",:=(\[/\\])\.\.([\\/]|$)|(^|[\s'",:=(\[])(file:///|~/|[A-Za-z]:[\\/]|\\\\\w"""
     r"""|/(home|root|Users|tmp|mnt|media|work|data|scratch|var|opt|srv|private|workspace|content|kaggle|gpfs|lustre|nfs)/)"""
 )
-NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
+NUMBER = re.compile(r"(?<![A-Za-z\d.])-?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")  # in a cell, whatever follows it
+UNDER_A_HEADING = re.compile(r"\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?")
 PERCENTAGE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s?%")
-ABSOLUTE = re.compile(r"^/[\w.]")  # a whole value of JSON
+ABSOLUTE = re.compile(r"""(^|[\s'"=(\[,:])/[\w.]|(^|[\s'"=(\[,])//\w""")  # in JSON, which has no sentences
 
 
 class PublishingError(ValueError):
@@ -89,12 +92,16 @@ def publish(
         files = sorted(path for path in staged.rglob("*") if path.is_file())
         listing = "\n".join(f"{size_of(path):>10}  {path.relative_to(staged).as_posix()}" for path in files)
         proof = f"loads without hf_decayed and gives what the source gives (largest difference {difference:.1e})"
-        if dry_run:
-            done = f"nothing was pushed to {repo_id}"
-        else:
-            done = push(staged, repo_id, private, revision, message)
         if keep:
-            shutil.copytree(staged, keep)
+            shutil.copytree(
+                staged, keep
+            )  # before the push: what cannot be kept should not cost the name of the commit
+        try:
+            done = f"nothing was pushed to {repo_id}" if dry_run else push(staged, repo_id, private, revision, message)
+        except PublishingError:
+            if keep:
+                shutil.rmtree(keep)
+            raise
     return f"{listing}\n{len(files)} files, {proof}; {done}"
 
 
@@ -212,7 +219,14 @@ def modules_of(staged: Path) -> set[str]:
     """Code files that the repository's own config names."""
     config = next(staged / name for name in ("model_index.json", "config.json") if (staged / name).exists())
     content = read(config)
-    found = {value.rpartition(".")[0] for value in content.get("auto_map", {}).values() if value}
+    entries = content.get("auto_map") or {}
+    if not isinstance(entries, dict):
+        raise PublishingError(f"`auto_map` in '{config.name}' must name code by class, got {entries!r}.")
+    if foreign := [value for value in entries.values() if value and "--" in value]:
+        raise PublishingError(
+            f"'{config.name}' takes code from another repository, {foreign[0]}: save the model again."
+        )
+    found = {value.rpartition(".")[0] for value in entries.values() if value}
     if isinstance(content.get("_class_name"), list):
         found.add(content["_class_name"][0])
     if not found:
@@ -220,7 +234,7 @@ def modules_of(staged: Path) -> set[str]:
             f"'{config.name}' names no code, so nobody could load it without this package: save the model with "
             "`save_pretrained` of hf_decayed."
         )
-    return {module.rpartition("--")[2] for module in found}
+    return found
 
 
 def refuse_unfit(staged: Path) -> None:
@@ -294,7 +308,7 @@ def check_card(staged: Path) -> None:
     lines = [line.strip() for line in card.text.splitlines()]
     claimed = [str(result.metric_value) for result in card.data.eval_results or []]
     for line, following in zip(lines, [*lines[1:], ""]):
-        if "|" in line and not re.match(r"\|?\s*:?-", following):
+        if "|" in line and not ("-" in following and UNDER_A_HEADING.fullmatch(following)):
             first, *others = line.strip("|").replace("_", " ").split("|")
             claimed += [number for number in NUMBER.findall(first) if "." in number]
             claimed += [number for cell in others for number in NUMBER.findall(cell)]
@@ -319,7 +333,9 @@ def answer_of(loaded):
         loaded.set_progress_bar_config(disable=True)
         # A pipeline of latents without an autoencoder, as conversion makes it, has nothing else to show.
         kind = "latent" if getattr(loaded, "vae", None) is None else "pt"
-        return loaded(batch_size=2, num_inference_steps=3, generator=generator, output_type=kind).images.float()
+        network = loaded.unet if hasattr(loaded, "unet") else loaded.transformer
+        wanted = {"class_labels": [*list(loaded.label2id)[:1], 0]} if network.config.num_classes else {"batch_size": 2}
+        return loaded(**wanted, num_inference_steps=3, generator=generator, output_type=kind).images.float()
     size = getattr(loaded.config, "image_size", 224)
     size = size if isinstance(size, (list, tuple)) else (size, size)
     images = torch.randn(2, loaded.config.num_channels, *size, generator=generator)
@@ -336,28 +352,35 @@ LOADING = """
 import sys
 sys.modules["hf_decayed"] = None  # whoever loads this has no such package
 from safetensors.torch import save_file
-folder, output, library, loader = sys.argv[1:]
-loaded = getattr(__import__(library), loader).from_pretrained(folder, trust_remote_code=True)
-save_file({"answer": answer_of(loaded).contiguous()}, output)
+folder, output, library, *loaders = sys.argv[1:]
+answers = {}
+for loader in loaders:
+    loaded = getattr(__import__(library), loader).from_pretrained(folder, trust_remote_code=True)
+    answers[loader] = answer_of(loaded).contiguous()
+save_file(answers, output)
 """
 
 
 def prove(source: Path, staged: Path, folder: Path) -> float:
     """Loads the staged folder where this package cannot be imported; the largest difference to what the source gives."""
     if (staged / "model_index.json").exists():
-        from .sampling import load_pipeline
+        from .sampling import fingerprint_of, load_pipeline
 
-        loader, expected = ("diffusers", "DiffusionPipeline"), answer_of(load_pipeline(str(source)))
+        pipeline = load_pipeline(str(source))
+        library, expected, mark = "diffusers", {"DiffusionPipeline": answer_of(pipeline)}, fingerprint_of(pipeline)
     else:
         architecture = (json.loads((staged / "config.json").read_text()).get("architectures") or [""])[0]
         head = next((head for head in ("ForPreTraining", "ForImageClassification") if architecture.endswith(head)), "")
-        loader = ("transformers", f"AutoModel{head}")
-        expected = answer_of(getattr(transformers, loader[1]).from_pretrained(source))
-    output = folder / "answer.safetensors"
+        library, expected = "transformers", {}
+        for loader in dict.fromkeys([f"AutoModel{head}", "AutoModel"]):  # the second is what cards show
+            loaded = getattr(transformers, loader).from_pretrained(source)
+            expected[loader] = answer_of(loaded)
+        mark = fingerprint(loaded)
+    output = folder / "answers.safetensors"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_TOKEN")}
     environment |= {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", inspect.getsource(answer_of) + LOADING, str(staged), str(output), *loader],
+        [sys.executable, "-c", inspect.getsource(answer_of) + LOADING, str(staged), str(output), library, *expected],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -366,14 +389,28 @@ def prove(source: Path, staged: Path, folder: Path) -> float:
     if run.returncode != 0:
         last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise PublishingError(f"The staged folder does not load without this package: {last}")
-    found = load_file(output)["answer"]
-    difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("nan")
-    if not difference <= 1e-5 * max(1.0, float(expected.abs().max())):
-        raise PublishingError(
-            f"The staged folder gives something else than '{source}' (largest difference {difference:.1e}): its code or "
-            "its weights are not those of this package; save the model again."
-        )
-    return difference
+    found, differences = load_file(output), []
+    for loader, answer in expected.items():
+        same_shape = found[loader].shape == answer.shape
+        differences.append(float((found[loader] - answer).abs().max()) if same_shape else float("nan"))
+        if not differences[-1] <= 1e-5 * max(1.0, float(answer.abs().max())):
+            raise PublishingError(
+                f"The staged folder gives something else than '{source}' (largest difference {differences[-1]:.1e}): its "
+                "code or its weights are not those of this package; save the model again."
+            )
+    check_origin(staged, mark)
+    return max(differences)
+
+
+def check_origin(staged: Path, mark: str) -> None:
+    """Evaluations that lie beside a model were of it, and not of one that lay there before."""
+    for file in sorted(staged.glob("results/*.json")):
+        evaluation = read(file)
+        measured, dtype = evaluation.get("model_fingerprint"), evaluation.get("protocol", {}).get("dtype", "float32")
+        # Other versions may describe the same model in other words.
+        if measured in (None, mark) or evaluation.get("versions") != versions() or dtype != "float32":
+            continue
+        raise PublishingError(f"'results/{file.name}' was measured on another model: run training/evaluate.py again.")
 
 
 def size_of(path: Path) -> str:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import signal
 import sys
@@ -113,7 +114,7 @@ def flags_without_paths() -> list[str]:
     for word in sys.argv[1:]:
         flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         elsewhere = Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts
-        words.append(flag + equals + (Path(value).name if elsewhere else value))
+        words.append(shlex.quote(flag + equals + (Path(value).name if elsewhere else value)))
     return words
 
 
@@ -197,7 +198,8 @@ def hardware(accelerator: Accelerator) -> str:
     """Of all processes, if they are alike."""
     number, device = accelerator.num_processes, accelerator.device
     if device.type == "cpu":
-        return f"{number * torch.get_num_threads()} threads of a CPU ({platform.machine()})"
+        threads = number * torch.get_num_threads()
+        return f"{threads} thread{'s' if threads > 1 else ''} of a CPU ({platform.machine()})"
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return f"{number} x {kind}"
 
@@ -221,6 +223,7 @@ def clear_finished_run(folder: Path) -> None:
             )
         shutil.rmtree(folder / "checkpoints")
     (folder / "results.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "results", ignore_errors=True)  # evaluations of the model that goes
 
 
 class MetricsFile:

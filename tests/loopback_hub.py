@@ -61,6 +61,7 @@ class HubHandler(BaseHTTPRequestHandler):
             self.server.failures -= 1
             return self.send(b"no", "text/plain", status=400)
         else:
+            self.server.commits.append(parts[5])
             self.commit(Path(self.server.root, *parts[2:4]), [json.loads(line) for line in body.splitlines()])
             answer = {
                 "commitUrl": f"{self.server.url}/{parts[2]}/{parts[3]}/commit/{COMMIT}",
@@ -144,6 +145,7 @@ def serve(root):
     """Serves the repositories under `root`; yields the server, with `.url` and the list `.downloads`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
         server.root, server.downloads, server.created, server.branches, server.private = root, [], [], [], {}
+        server.commits = []  # the branch of each
         server.failures = 0  # commits to refuse from now on
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -163,6 +163,7 @@ def test_a_card_says_what_becomes_of_the_shortcuts(config, words):
         ("results.json", "{", "'results.json' is not JSON"),
         ("model.safetensors", "cut", "'.*model.safetensors' cannot be read"),
         ("config.json", '{"architectures": ["DecayedViTMAEModel"]}', "holds no model or pipeline of ours"),
+        ("results.json", '{"command": "mae.py"}', "KeyError: 'dataset'"),
         ("README.md", "By hand.", "was not written by this command"),
     ],
 )

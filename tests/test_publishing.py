@@ -17,7 +17,8 @@ from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, publish
 from hf_decayed.cli import main
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
-from hf_decayed.publishing import PublishingError, prove, publish, refuse_unfit, stage
+from hf_decayed.publishing import PublishingError, check_origin, prove, publish, refuse_unfit, stage
+from hf_decayed.runs import versions
 from hf_decayed.sampling import load_pipeline
 
 
@@ -115,7 +116,7 @@ def test_pushed_again_after_a_failure(hub, tmp_path):
         publish(folder, "user/mine", keep=tmp_path / "kept")
     assert not list((tmp_path / "hub/user/mine").iterdir()) and not (tmp_path / "kept").exists()
     said = publish(folder, "user/mine", keep=tmp_path / "kept", revision="trial")
-    assert said.endswith(f"pushed to user/mine: pin revision {COMMIT}") and hub.branches == ["trial"]
+    assert said.endswith(f"pushed to user/mine: pin revision {COMMIT}") and hub.branches == hub.commits == ["trial"]
     assert (tmp_path / "kept" / "config.json").exists()
     # What an earlier push left is not removed, and is named.
     (folder / "results.json").rename(folder / "results_of_mine.json")
@@ -193,6 +194,8 @@ def test_what_would_be_pushed_is_listed(tmp_path, capsys):
         ("more.json", '{"/home/me/x": 1}', "a path of this machine under the top: '/home/me/x'"),
         ("more.json", '{"from": "mae.py --data /gpfs/me/x"}', "a path of this machine under 'from'"),
         ("more.json", '{"from": "\\\\\\\\server\\\\me"}', "a path of this machine under 'from'"),
+        ("more.json", '{"command": "mae.py --data=/raid/me/x"}', "a path of this machine under 'command'"),
+        ("more.json", '{"from": "//server/share"}', "a path of this machine under 'from'"),
         ("more.json", "{", "'more.json' is not JSON"),
         ("more.jsonl", "{}\n\n{", "'more.jsonl' is not JSON in line 3"),
         ("harmless.txt", "\x80\x04 a pickle", "'harmless.txt' is a pickle"),
@@ -206,7 +209,20 @@ def test_what_would_be_pushed_is_listed(tmp_path, capsys):
         ("README.md", CARD + "kNN accuracy: 99.9 %", "The card says 99.9, which no results file does"),
         ("README.md", CARD + "\na | b\n---|---\n1 | _99.9_", "The card says 99.9, which no results file does"),
         ("README.md", CARD.replace("0.67", "9.99E1"), "The card says 9.99E1, which no results file does"),
+        ("README.md", CARD.replace("0.67 |", "99.1x |"), "The card says 99.1, which no results file does"),
+        ("README.md", CARD.replace("0.67 |", ".991 |"), "The card says .991, which no results file does"),
+        (
+            "README.md",
+            CARD.replace("0.67 |", "99.1 |\n| - | 0.67 |"),
+            "The card says 99.1, which no results file does",
+        ),
         ("README.md", "# A model", "The card has no metadata"),
+        (
+            "config.json",
+            '{"auto_map": {"AutoModel": "somebody/else--modeling.Model"}}',
+            "'config.json' takes code from another repository, somebody/else--modeling.Model",
+        ),
+        ("config.json", '{"auto_map": ["modeling.Model"]}', "`auto_map` in 'config.json' must name code by class"),
     ],
 )
 def test_refused(name, content, sentence, tmp_path):
@@ -216,6 +232,29 @@ def test_refused(name, content, sentence, tmp_path):
     with pytest.raises(PublishingError, match=sentence.replace("(", ".").replace(")", ".")):
         stage(folder, tmp_path / "staged")
         refuse_unfit(tmp_path / "staged")
+
+
+def test_evaluations_of_another_model_are_found_out(tmp_path):
+    """As they lie there when a folder was trained anew by other means than our scripts."""
+    (tmp_path / "results").mkdir()
+    record = {"model_fingerprint": "0123", "protocol": {"dtype": "float32"}, "versions": versions()}
+    (tmp_path / "results" / "features.json").write_text(json.dumps(record))
+    check_origin(tmp_path, "0123")
+    with pytest.raises(PublishingError, match="'results/features.json' was measured on another model"):
+        check_origin(tmp_path, "4567")
+    (tmp_path / "results" / "features.json").write_text(json.dumps({**record, "versions": {}}))
+    check_origin(tmp_path, "4567")  # in other words, perhaps
+
+
+@pytest.mark.slow
+def test_every_class_that_the_config_names_first_is_proved(tmp_path):
+    folder = trained(tmp_path / "out")
+    stage(folder, tmp_path / "staged")
+    config = json.loads((tmp_path / "staged" / "config.json").read_text())
+    config["auto_map"]["AutoModel"] = "modeling_decayed_vit_mae.NoSuchClass"
+    (tmp_path / "staged" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PublishingError, match="does not load without this package.*NoSuchClass"):
+        prove(folder, tmp_path / "staged", tmp_path)
 
 
 def test_what_is_not_there_is_said(tmp_path):
