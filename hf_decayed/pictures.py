@@ -1,4 +1,4 @@
-"""Pictures of a run: reconstructions, samples, and curves over steps."""
+"""Pictures: of a run reconstructions, samples, and curves over steps; of the method its schedules."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,8 @@ import matplotlib
 import numpy as np
 import torch
 from PIL import Image
+
+from .models.shortcut_decay import branch_depths, effective_decay, shortcut_factors, suggest_shortcut_decay
 
 
 matplotlib.use("Agg")
@@ -104,3 +106,27 @@ def draw_heat_map(axis, values: np.ndarray, noise_levels: list[float], low: floa
         colour = "white" if values[row, column] < (low + high) / 2 else "black"
         axis.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", fontsize=7, color=colour)
     axis.set_xticks(range(len(noise_levels)), [f"{level:g}" for level in noise_levels])
+
+
+def save_schedules(path: Path) -> None:
+    """Weights of the shortcuts by branch, and what is left of the embeddings at the end, by decay and depth."""
+    figure, (weights, product) = pyplot.subplots(1, 2, figsize=(9, 3.2))
+    depths = branch_depths(12)
+    for schedule in ("linear", "cosine", "constant"):
+        weights.plot(shortcut_factors(depths, 0.6, schedule), marker=".", label=schedule)
+    weights.set(title="weight of the shortcut, 12 layers, shortcut_decay 0.6", xlabel="branch (attention, MLP, ...)")
+    weights.set_ylim(0.5, 1.03)
+    decays = np.linspace(0.3, 1.0, 71)
+    for number, layers in enumerate((8, 12, 18, 24, 32)):
+        product.plot(decays, [effective_decay(layers, decay) for decay in decays], label=f"{layers} layers")
+        chosen = suggest_shortcut_decay(layers)
+        product.plot(chosen, effective_decay(layers, chosen), "o", color=f"C{number}", markersize=4)
+    product.axhspan(1e-3, 1e-2, color="grey", alpha=0.15)
+    product.set(title="effective decay; dots: auto; grey: advised", xlabel="shortcut_decay", yscale="log")
+    product.set_ylim(1e-5, 1.2)
+    for axis in (weights, product):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

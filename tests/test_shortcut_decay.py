@@ -1,8 +1,10 @@
 """The schedules: end points, order, products, and the paper's table of effective decays."""
 
 import math
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from hf_decayed.models.shortcut_decay import (
     branch_depths,
@@ -10,6 +12,10 @@ from hf_decayed.models.shortcut_decay import (
     layer_shortcut_factors,
     suggest_shortcut_decay,
 )
+from hf_decayed.pictures import save_schedules
+
+
+RESULTS = Path(__file__).parents[1] / "model_cards" / "results"
 
 
 def flat(factors):
@@ -121,3 +127,9 @@ def test_a_target_out_of_reach_is_said():
 def test_depths_cover_zero_to_one():
     assert branch_depths(2) == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert branch_depths(2, "layer") == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_the_picture_of_the_schedules_can_be_drawn_again(tmp_path):
+    save_schedules(tmp_path / "schedules.png")
+    drawn, shown = (Image.open(path) for path in (tmp_path / "schedules.png", RESULTS / "schedules.png"))
+    assert drawn.size == shown.size
