@@ -13,7 +13,7 @@ INTRODUCTION = """
 In every residual block `x <- alpha * x + f(x)`, with alpha falling from 1 to `shortcut_decay` over the depth
 ([Zhang et al., CVPR 2026](https://arxiv.org/abs/2404.10947)). Two small masked autoencoders, trained for as many steps on the
 same images, look at the same picture: an ordinary one, and one with the decay and what belongs to it (a decoder that sees
-the image through skips from the encoder, branches that start at zero). An hour or so on a CPU, images of 28 or 32 pixels: see
+the image through skips from the encoder, branches that start at zero). Half an hour on a CPU, images of 28 or 32 pixels: see
 how features differ, and expect no miracles.
 """
 NO_NEIGHBOURS = "There are no neighbours to show: CIFAR-100, whose images they are, could not be loaded here."
