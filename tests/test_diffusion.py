@@ -271,6 +271,18 @@ class TestBoth:
             made(model_class, num_classes=0)(sample, 1, torch.tensor([0, 1, 2]))
 
 
+def test_positions_may_start_as_sines_and_cosines():
+    """Those that SiT has fixed; here they are learned from there on."""
+    sizes = {"sample_size": (8, 12), "patch_size": 2, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 2}
+    model = DecayedUViT2DModel(**sizes, num_classes=3, sincos_init_positions=True)
+    fixed = DecayedSiTTransformer2DModel(**sizes).position_embedding
+    assert torch.equal(model.position_embedding[:, 2:], fixed) and model.position_embedding.requires_grad
+    assert 0 < model.position_embedding[:, :2].std() < 0.05
+    assert DecayedUViT2DModel(**sizes).position_embedding.std() < 0.05
+    with pytest.raises(ValueError, match="divisible by 4, got 30"):
+        DecayedUViT2DModel(**{**sizes, "hidden_size": 30}, sincos_init_positions=True)
+
+
 def test_sizes_by_name():
     with torch.device("meta"):
         latent = {"in_channels": 4, "num_classes": 1000}
