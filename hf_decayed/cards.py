@@ -178,7 +178,9 @@ def usage(kind: str, config: dict, index: dict, name: str, results: dict) -> str
         )
     grey = config.get("num_channels") == 1
     imports = f"{'import numpy as np' + chr(10) if grey else ''}from PIL import Image\n"
-    image = 'np.asarray(image.convert("L"))[..., None], input_data_format="channels_last"' if grey else "image"
+    # The processor wants an axis of channels, which grey images lack.
+    pixels = 'pixels = np.asarray(image.convert("L"))[..., None]\n' if grey else ""
+    image = 'pixels, input_data_format="channels_last"' if grey else "image"
     colours = "" if grey else '.convert("RGB")'
     auto, output = (
         ("AutoModelForImageClassification", "logits") if "Classification" in kind else ("AutoModel", "pooler_output")
@@ -188,7 +190,7 @@ def usage(kind: str, config: dict, index: dict, name: str, results: dict) -> str
         f'image = Image.open("picture.png"){colours}\n'
         f'processor = AutoImageProcessor.from_pretrained("{name}")\n'
         f'model = {auto}.from_pretrained("{name}", trust_remote_code=True)  # pin `revision`\n'
-        f'{output} = model(**processor({image}, return_tensors="pt")).{output}'
+        f'{pixels}{output} = model(**processor({image}, return_tensors="pt")).{output}'
     )
 
 

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from diffusers.training_utils import EMAModel
+from torch.optim.swa_utils import AveragedModel
 
 from hf_decayed.data import DataError
-from hf_decayed.optimization import scale_is_sought
+from hf_decayed.optimization import scale_is_sought, warmed_average
 from hf_decayed.runs import MetricsFile, flags_without_paths, identity_of, one_sentence, refuse_another_run
 
 
@@ -74,3 +76,19 @@ def test_a_scaler_that_seeks_its_scale_loses_no_steps():
     assert scale_is_sought(scaler, 0.5) and not scale_is_sought(scaler, math.nan) and not scale_is_sought(None, 0.5)
     scaler.update(new_scale=0.5)
     assert not scale_is_sought(scaler, 0.5)
+
+
+def test_an_average_forgets_its_first_weights():
+    """By the rule of diffusers' EMAModel; with one rate from the first step on, a short run's average would be untrained."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 0.0)
+    average, theirs = (
+        AveragedModel(model, multi_avg_fn=warmed_average(0.999)),
+        EMAModel(model.parameters(), decay=0.999),
+    )
+    for step in range(200):
+        torch.nn.init.constant_(model.weight, float(step > 0))
+        average.update_parameters(model)
+        theirs.step(model.parameters())
+    ours = average.module.weight.item()
+    assert ours > 0.99 and ours == pytest.approx(theirs.shadow_params[0].item(), abs=1e-3)

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import ProjectConfiguration, set_seed
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEForImageClassification
@@ -39,7 +39,7 @@ from hf_decayed.data import (
 from hf_decayed.evaluation.features import fingerprint
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
-from hf_decayed.optimization import layerwise_groups, warmup_cosine
+from hf_decayed.optimization import layerwise_groups, warmed_average, warmup_cosine
 from hf_decayed.pictures import save_curves
 from hf_decayed.runs import (
     MetricsFile,
@@ -199,7 +199,7 @@ def main():
     )
     average = None
     if options.ema_decay:
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay)).to(accelerator.device)
+        average = AveragedModel(model, multi_avg_fn=warmed_average(options.ema_decay)).to(accelerator.device)
         accelerator.register_for_checkpointing(average)
     plain_model = model
     if options.compile:

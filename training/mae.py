@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType, ProjectConfiguration, gather_object, set_seed
 from huggingface_hub.errors import StrictDataclassError
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
@@ -43,7 +43,7 @@ from hf_decayed.data import (
 from hf_decayed.evaluation import effective_rank, knn_accuracy
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
-from hf_decayed.optimization import parameter_groups, scale_is_sought, warmup_cosine
+from hf_decayed.optimization import parameter_groups, scale_is_sought, warmed_average, warmup_cosine
 from hf_decayed.pictures import reconstructions, save_curves, save_reconstructions
 from hf_decayed.runs import (
     MetricsFile,
@@ -256,7 +256,7 @@ def main():
     )
     average = None
     if options.ema_decay:
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay)).to(accelerator.device)
+        average = AveragedModel(model, multi_avg_fn=warmed_average(options.ema_decay)).to(accelerator.device)
         accelerator.register_for_checkpointing(average)
     probe = Probe(accelerator, train, held_out, image_column, label_column, config, normalisation, options)
     untrained = probe.measure(model)

@@ -20,7 +20,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.utils import ProjectConfiguration, set_seed
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 
 from hf_decayed.cards import write_card
@@ -31,7 +31,7 @@ from hf_decayed.data import DataError, EpochBatches, as_it_is, some
 from hf_decayed.evaluation.features import fingerprint
 from hf_decayed.latents import EncodedLatents, diffusion_images, load_vae, sample_shape
 from hf_decayed.models.transformer_decayed_sit import SIZES, DecayedSiTTransformer2DModel
-from hf_decayed.optimization import parameter_groups, scale_is_sought
+from hf_decayed.optimization import parameter_groups, scale_is_sought, warmed_average
 from hf_decayed.pictures import save_curves
 from hf_decayed.pipelines.pipeline_decayed_sit import DecayedSiTPipeline
 from hf_decayed.runs import (
@@ -198,7 +198,7 @@ def main():
     images = diffusion_images(vae, image_channels, train, image_column, label_column, options, accelerator)
     if options.gradient_checkpointing:
         model.enable_gradient_checkpointing()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay)).to(accelerator.device)
+    average = AveragedModel(model, multi_avg_fn=warmed_average(options.ema_decay)).to(accelerator.device)
     accelerator.register_for_checkpointing(average)
 
     # Optimizer.

@@ -20,7 +20,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.utils import ProjectConfiguration, set_seed
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 
 from hf_decayed.cards import write_card
@@ -31,7 +31,7 @@ from hf_decayed.data import DataError, EpochBatches, as_it_is, some
 from hf_decayed.evaluation.features import fingerprint
 from hf_decayed.latents import EncodedLatents, diffusion_images, load_vae, sample_shape
 from hf_decayed.models.unet_decayed_uvit import SIZES, DecayedUViT2DModel
-from hf_decayed.optimization import parameter_groups, scale_is_sought
+from hf_decayed.optimization import parameter_groups, scale_is_sought, warmed_average
 from hf_decayed.pictures import save_curves
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 from hf_decayed.runs import (
@@ -206,7 +206,7 @@ def main():
     # The levels that the network is trained on, and sampled with.
     levels = {**BETAS[vae is not None], "prediction_type": options.prediction_type}
     noise_levels = DDPMScheduler(**levels)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema_decay)).to(accelerator.device)
+    average = AveragedModel(model, multi_avg_fn=warmed_average(options.ema_decay)).to(accelerator.device)
     accelerator.register_for_checkpointing(average)
 
     # Optimizer.
