@@ -1,0 +1,313 @@
+"""Configuration of the decayed masked autoencoder: transformers' ViTMAE plus the fields of the decayed shortcut."""
+
+import dataclasses
+import difflib
+import math
+import warnings
+from typing import Literal
+
+from transformers.utils.versions import require_version
+
+
+# Checked before anything else is imported, so that an older library answers with a version and not with a missing name.
+require_version("transformers>=5.18.0", "Decayed MAE needs it: `pip install -U transformers`.")
+
+from huggingface_hub.dataclasses import strict  # noqa: E402
+from transformers import PreTrainedConfig, ViTMAEConfig  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
+from transformers.backbone_utils import BackboneConfigMixin  # noqa: E402
+
+from .shortcut_decay import layer_shortcut_factors, suggest_shortcut_decay  # noqa: E402
+
+
+# The named sizes, each with the decoder of the released models (512 wide, 8 deep) and the paper's `shortcut_decay` where
+# it reports one; it has none for 32 layers, hence the rule of thumb there.
+SIZES = {
+    "small": {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536},
+    "base": {},
+    "large": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "shortcut_decay": 0.7,
+    },
+    "huge": {
+        "hidden_size": 1280,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "intermediate_size": 5120,
+        "patch_size": 14,
+        "shortcut_decay": "auto",
+    },
+}
+
+# What turns the default preset into transformers' ViTMAE.
+PLAIN = {
+    "layer_norm_eps": 1e-12,
+    "shortcut_decay": 1.0,
+    "encoder_decoder_skips": False,
+    "decoder_input": "latent",
+    "final_norm": True,
+    "zero_init_branches": False,
+    "pooling": "cls",
+}
+
+# What other code calls our fields; taken in silence they would change nothing.
+OTHER_NAMES = {
+    "alpha_min": "shortcut_decay",
+    "min_decay": "shortcut_decay",
+    "alpha": "shortcut_decay",
+    "decay": "shortcut_decay",
+    "skips": "encoder_decoder_skips",
+    "pool": "pooling",
+    "global_pool": "pooling",
+    "depth": "num_hidden_layers",
+    "decoder_depth": "decoder_num_hidden_layers",
+    "norm_pix": "norm_pix_loss",
+}
+
+
+def as_pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+    """`(height, width)` of an image or patch size given as one number or as two."""
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+@strict
+class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
+    r"""
+    Configuration of [`DecayedViTMAEModel`] and its heads: every field of `ViTMAEConfig`, and those below.
+
+    `DecayedViTMAEConfig()` is the authors' released architecture at ViT-B/16 with `shortcut_decay` 0.6.
+    `DecayedViTMAEConfig.plain()` is transformers' ViTMAE, weight for weight. `from_size` gives the sizes by name.
+
+    Args:
+        shortcut_decay (`float` or `"auto"`, *optional*, defaults to 0.6):
+            Weight of the identity shortcut in the last branch, in [0, 1]; weights fall to it from 1 with depth. `1.0`
+            gives the ordinary residual network. `"auto"` becomes the value whose effective decay is 3e-3.
+        shortcut_schedule (`str`, *optional*, defaults to `"linear"`):
+            `linear`, `cosine`, `constant` (every weight is `shortcut_decay`) or `learned` (one trained scalar per
+            branch that starts at 1, whatever `shortcut_decay` says).
+        shortcut_granularity (`str`, *optional*, defaults to `"sublayer"`):
+            `sublayer` (released code: depth grows from branch to branch) or `layer` (the paper's equation: both
+            branches of a layer share a weight).
+        shortcut_scope (`str`, *optional*, defaults to `"both"`):
+            `both`, `attention` or `mlp`: which branches are decayed. The other keeps weight 1.
+        residual_form (`str`, *optional*, defaults to `"decay"`):
+            `decay` is `alpha * x + f(x)`; `scale_both` is `sqrt(0.5) * (x + f(x))` and `scale_branch` is
+            `x + sqrt(0.5) * f(x)`, the paper's ablations, which need `shortcut_decay=1.0`.
+        encoder_decoder_skips (`bool` or `int`, *optional*, defaults to `True`):
+            Connections from every other encoder layer, deepest first, to the decoder layers: as many as there are
+            pairs of encoder layers and decoder layers to receive them. A number leaves out the shallowest: `2` keeps
+            those of the last layer and the last but two. Never decayed.
+        decoder_input (`str`, *optional*, defaults to `"positions"`):
+            `positions`: the decoder starts from its positions and sees the image through the skips only. `latent`: it
+            starts from the projected encoder output and mask tokens, as in He et al.
+        zero_init_branches (`bool`, *optional*, defaults to `True`):
+            Attention output, MLP output and prediction head start at zero. Needed for `shortcut_decay` below 0.7.
+        final_norm (`bool`, *optional*, defaults to `False`):
+            LayerNorm after the encoder. A classifier without it normalises the pooled feature instead.
+        pooling (`str`, *optional*, defaults to `"mean"`):
+            How tokens become one feature: `cls`, `mean` (all tokens, as the released probe) or `patch_mean`.
+
+    Example:
+
+    ```python
+    >>> from hf_decayed import DecayedViTMAEConfig
+
+    >>> config = DecayedViTMAEConfig.from_size("large", image_size=(224, 448))
+    >>> config.shortcut_decay
+    0.7
+    ```"""
+
+    model_type = "decayed_vit_mae"
+
+    layer_norm_eps: float = 1e-6
+    shortcut_decay: float | int | Literal["auto"] = 0.6
+    shortcut_schedule: Literal["linear", "cosine", "constant", "learned"] = "linear"
+    shortcut_granularity: Literal["sublayer", "layer"] = "sublayer"
+    shortcut_scope: Literal["both", "attention", "mlp"] = "both"
+    residual_form: Literal["decay", "scale_both", "scale_branch"] = "decay"
+    encoder_decoder_skips: bool | int = True
+    decoder_input: Literal["positions", "latent"] = "positions"
+    zero_init_branches: bool = True
+    final_norm: bool = False
+    pooling: Literal["cls", "mean", "patch_mean"] = "mean"
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        self.stage_names = ["stem"] + [f"stage{layer}" for layer in range(1, self.num_hidden_layers + 1)]
+        kwargs.pop("stage_names", None)
+        self.set_output_features_output_indices(
+            out_features=kwargs.pop("out_features", None), out_indices=kwargs.pop("out_indices", None)
+        )
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_size(cls, size: str, **overrides) -> "DecayedViTMAEConfig":
+        """The released architecture at a named size: `small`, `base`, `large` or `huge`; any field can be overridden."""
+        if size not in SIZES:
+            raise ValueError(f"`size` must be one of {sorted(SIZES)}, got {size!r}.")
+        return cls(**{**SIZES[size], **overrides})
+
+    @classmethod
+    def plain(cls, size: str = "base", **overrides) -> "DecayedViTMAEConfig":
+        """Transformers' ViTMAE: plain residuals, no skips, decoder from the latent. Any field can be overridden."""
+        return cls.from_size(size, **{**PLAIN, **overrides})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        source_type = config_dict.get("model_type", cls.model_type)
+        if source_type == ViTMAEConfig.model_type:
+            # A ViTMAE config leaves our fields open; their defaults would describe another network than its weights.
+            config_dict = {**PLAIN, **config_dict, "model_type": cls.model_type}
+        elif source_type != cls.model_type:
+            raise ValueError(
+                f"`model_type` must be '{cls.model_type}' or '{ViTMAEConfig.model_type}', got '{source_type}': "
+                f"such a checkpoint cannot become a {cls.__name__}."
+            )
+        made = super().from_dict(config_dict, **kwargs)
+        (made[0] if isinstance(made, tuple) else made).validate()  # keyword arguments are set after construction
+        return made
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Patches along height and width of an image of `image_size`."""
+        (height, width), (patch_height, patch_width) = as_pair(self.image_size), as_pair(self.patch_size)
+        return height // patch_height, width // patch_width
+
+    @property
+    def num_skips(self) -> int:
+        """Encoder-decoder skips; layers that no decoder layer could receive give none, so no parameter goes unused."""
+        most = min(self.num_hidden_layers // 2, self.decoder_num_hidden_layers)
+        return most if self.encoder_decoder_skips is True else int(self.encoder_decoder_skips)
+
+    def shortcut_alphas(self) -> list[tuple[float, float]]:
+        """`(attention_alpha, mlp_alpha)` of every encoder layer; for `learned` the values that training starts from."""
+        decay, schedule = (self.shortcut_decay, self.shortcut_schedule)
+        if schedule == "learned":
+            decay, schedule = 1.0, "constant"
+        return layer_shortcut_factors(
+            self.num_hidden_layers, decay, schedule, self.shortcut_granularity, self.shortcut_scope
+        )
+
+    def effective_decay(self) -> float:
+        """Product of all shortcut weights: how much of the embeddings the shortcuts alone carry through the encoder."""
+        return math.prod(attention * mlp for attention, mlp in self.shortcut_alphas())
+
+    def suggested_shortcut_decay(self) -> float:
+        """What `shortcut_decay="auto"` stands for at this depth, schedule, granularity and scope."""
+        if self.shortcut_schedule == "learned":
+            return 1.0
+        return suggest_shortcut_decay(
+            self.num_hidden_layers,
+            schedule=self.shortcut_schedule,
+            granularity=self.shortcut_granularity,
+            scope=self.shortcut_scope,
+        )
+
+    def validate_field_names(self):
+        known = {field.name for field in dataclasses.fields(self)}
+        ours = known - {field.name for field in dataclasses.fields(PreTrainedConfig)}
+        for name in sorted(set(vars(self)) - known - {"stage_names"}):
+            cutoff = 0.0 if name.startswith("shortcut") else 0.8
+            nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ours, 1, cutoff)), None)
+            if nearest:
+                raise ValueError(f"Unknown field `{name}` (value {getattr(self, name)!r}); did you mean `{nearest}`?")
+
+    def validate_stages(self):
+        stages = ["stem"] + [f"stage{layer}" for layer in range(1, self.num_hidden_layers + 1)]
+        if self.stage_names != stages:  # the depth has changed since; "the last stage" means the last there is now
+            chosen = None if self._out_features == self.stage_names[-1:] else self._out_features
+            self.stage_names = stages
+            self.set_output_features_output_indices(out_features=chosen, out_indices=None)
+
+    def validate_sizes(self):
+        for name in ("image_size", "patch_size"):
+            if not isinstance(getattr(self, name), int) and len(getattr(self, name)) != 2:
+                raise ValueError(f"`{name}` must be one number or (height, width), got {getattr(self, name)}.")
+        sizes = {
+            "image_size": as_pair(self.image_size),
+            "patch_size": as_pair(self.patch_size),
+            "num_channels": (self.num_channels,),
+        }
+        for prefix in ("", "decoder_"):
+            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+                sizes[prefix + name] = (getattr(self, prefix + name),)
+        for name, values in sizes.items():
+            if min(values) < 1:
+                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+        for side, image, patch in zip(("height", "width"), sizes["image_size"], sizes["patch_size"]):
+            if image % patch != 0:
+                raise ValueError(
+                    f"`image_size` must be divisible by `patch_size`, got {side} {image} and patch {side} {patch}."
+                )
+        for prefix in ("", "decoder_"):
+            hidden_size, heads = getattr(self, f"{prefix}hidden_size"), getattr(self, f"{prefix}num_attention_heads")
+            if hidden_size % heads != 0:
+                raise ValueError(
+                    f"`{prefix}hidden_size` must be divisible by `{prefix}num_attention_heads`, "
+                    f"got {hidden_size} and {heads}."
+                )
+            if hidden_size % 4 != 0:
+                raise ValueError(
+                    f"`{prefix}hidden_size` must be divisible by 4 for 2-D sine-cosine positions, got {hidden_size}."
+                )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation that transformers knows, got {self.hidden_act!r}.")
+        if not 0.0 <= self.mask_ratio < 1.0:
+            raise ValueError(f"`mask_ratio` must lie in [0, 1), got {self.mask_ratio}.")
+
+    def validate_shortcuts(self):
+        if self.residual_form != "decay":
+            if self.shortcut_decay != 1.0 or self.shortcut_schedule == "learned" or self.shortcut_scope != "both":
+                raise ValueError(
+                    f"`residual_form='{self.residual_form}'` scales every branch by a constant: it needs "
+                    f"`shortcut_decay=1.0`, a schedule other than `learned` and `shortcut_scope='both'`, got "
+                    f"{self.shortcut_decay!r}, {self.shortcut_schedule!r} and {self.shortcut_scope!r}."
+                )
+        chosen_by_hand = self.shortcut_decay != "auto"
+        if not chosen_by_hand:
+            # The number replaces the word, so that the saved file says what the network does.
+            self.shortcut_decay = self.suggested_shortcut_decay()
+        if not 0.0 <= self.shortcut_decay <= 1.0:
+            raise ValueError(f"`shortcut_decay` must lie in [0, 1], got {self.shortcut_decay}.")
+        if self.shortcut_schedule == "learned" or self.shortcut_decay == 1.0:
+            return
+        if self.shortcut_decay < 0.45:
+            warnings.warn(
+                f"`shortcut_decay={self.shortcut_decay}` is below 0.45: the paper reports unstable training from 0.4 down.",
+                stacklevel=2,
+            )
+        if chosen_by_hand and not 1e-4 <= self.effective_decay() <= 1e-1:
+            try:
+                hint = f"; the rule of thumb (`'auto'`) is {self.suggested_shortcut_decay():.3f}."
+            except ValueError:  # too few branches for the rule; that is no reason to refuse a value set by hand
+                hint = "."
+            warnings.warn(
+                f"`shortcut_decay={self.shortcut_decay}` over {self.num_hidden_layers} layers gives an effective decay "
+                f"of {self.effective_decay():.1e}, outside [1e-4, 1e-1]{hint}",
+                stacklevel=2,
+            )
+
+    def validate_decoder(self):
+        if self.encoder_decoder_skips and self.num_hidden_layers % 2 != 0:
+            raise ValueError(
+                "`encoder_decoder_skips` takes every other layer and needs an even `num_hidden_layers`, "
+                f"got {self.num_hidden_layers}."
+            )
+        most = min(self.num_hidden_layers // 2, self.decoder_num_hidden_layers)
+        if not 0 <= self.num_skips <= most:
+            raise ValueError(
+                f"`encoder_decoder_skips` must be true, false or a number up to {most}, as many as there are pairs of "
+                f"encoder layers and decoder layers, got {self.encoder_decoder_skips}."
+            )
+        if self.decoder_input == "positions" and not self.encoder_decoder_skips:
+            raise ValueError(
+                "`decoder_input='positions'` needs `encoder_decoder_skips=True`, got False: "
+                "such a decoder would never see the image."
+            )
+
+
+DecayedViTMAEConfig.register_for_auto_class()
