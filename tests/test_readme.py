@@ -53,12 +53,15 @@ def blocks(language):
 
 def test_python_blocks_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     names = {}
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)
         if "pooler_output" in block:
-            assert names["outputs"].last_hidden_state.shape == (1, 65, 384)
-            assert names["outputs"].pooler_output.shape == (1, 384)
+            assert names["outputs"].last_hidden_state.shape == (1, 65, 128)
+            assert names["outputs"].pooler_output.shape == (1, 128)
+        if "pullover" in block:
+            assert names["image"].size == (28, 28) and Path("pullover.png").exists()
     assert round(names["effective_decay"](12, 0.6), 4) == 0.0036
     assert round(names["suggest_shortcut_decay"](24), 3) == 0.777
     assert names["baseline"].config.shortcut_decay == 1.0
@@ -160,7 +163,8 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
     network = DecayedUViT2DModel(sample_size=8, hidden_size=32, num_layers=2, num_attention_heads=2)
     DecayedUViTPipeline(network, DPMSolverMultistepScheduler()).save_pretrained("outputs/uvit")
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-decayed")]
-    assert [line.split()[1] for line in lines] == ["sample"] + 7 * ["convert"] + ["card"] + 2 * ["publish"]
+    expected = ["card", "publish", "sample"] + 7 * ["convert"] + ["publish"]
+    assert [line.split()[1] for line in lines] == expected
     model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))
     model.save_pretrained("outputs/mae")
     said = {

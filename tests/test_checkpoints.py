@@ -1,0 +1,141 @@
+"""The checkpoints in model_cards: whole, small, loadable by anybody as they are, and what their cards say is so."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hf_decayed.publishing import modules_of, refuse_unfit
+
+
+ROOT = Path(__file__).parents[1]
+CARDS = ROOT / "model_cards"
+CHECKPOINTS = sorted(path.parent.name for path in CARDS.glob("*/README.md") if path.parent.name != "space")
+OURS = {path.name: path for folder in ("models", "pipelines") for path in (ROOT / "hf_decayed" / folder).glob("*.py")}
+DATA = {"cifar100": "CIFAR-100", "fashion-mnist": "Fashion-MNIST"}
+USES = """
+import sys
+sys.modules["hf_decayed"] = None  # whoever loads these has no such package
+import re, warnings
+from pathlib import Path
+for name in sys.argv[1:]:
+    lines = re.search(r"```python\\n(.*?)```", Path("model_cards", name, "README.md").read_text(), re.DOTALL)[1]
+    found = {}
+    exec(lines, found)
+    result = found["pooler_output"] if "pooler_output" in found else found["image"]
+    print(name, tuple(result.shape) if hasattr(result, "shape") else result.size)
+"""
+
+
+def readme_table() -> str:
+    """Of the autoencoders, features of the last and of the middle layer; of the generators, their samples."""
+    lines = [
+        "| autoencoder | kNN (%) | linear (%) | rank | kNN, layer 6 (%) | linear, layer 6 (%) |",
+        "|---" * 6 + "|",
+    ]
+    for data, title in DATA.items():
+        for name in (f"plain-mae-{data}", f"decayed-mae-{data}"):
+            rows = json.loads((CARDS / name / "results" / "features.json").read_text())["rows"]
+            lines.append(autoencoder_row(f"[{name}](model_cards/{name})", rows["last.mean"], rows["6.mean"]))
+        lines.append(autoencoder_row(f"raw pixels of {title}", rows["pixels"]))
+    lines += ["", "| generator | Frechet distance | precision | recall |", "|---" * 4 + "|"]
+    for name in [name for name in CHECKPOINTS if "-mae-" not in name]:
+        rows = json.loads((CARDS / name / "results" / "samples.json").read_text())["rows"]
+        own, held_out = rows
+        lines.append(generator_row(f"[{name}](model_cards/{name})", rows[own]))
+    return "\n".join([*lines, generator_row(held_out, rows[held_out])])
+
+
+def generator_row(name: str, row: dict) -> str:
+    distance = next(each for each in row if each.startswith("frechet_"))
+    cells = [f"{row[distance]:.3f} +- {row[distance + '_spread']:.3f}"]
+    return f"| {name} | {' | '.join(cells + [f'{row[each]:.2f}' for each in ('precision', 'recall')])} |"
+
+
+def autoencoder_row(name: str, last: dict, middle: dict | None = None) -> str:
+    cells = [f"{100 * last['knn_accuracy']:.1f}", f"{100 * last['linear_accuracy']:.1f}"]
+    cells += [f"{last['effective_rank']:.2f}"]
+    cells += [f"{100 * middle[each]:.1f}" for each in ("knn_accuracy", "linear_accuracy")] if middle else ["", ""]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def test_the_readme_has_the_numbers_of_the_cards():
+    shown = re.search(r"<!-- checkpoints -->\n(.*?)\n<!-- end -->", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert shown == readme_table()
+
+
+def test_there_are_plain_and_decayed_ones():
+    assert {name.split("-", 1)[1] for name in CHECKPOINTS if name.startswith("plain-mae-")} == {
+        name.split("-", 1)[1] for name in CHECKPOINTS if name.startswith("decayed-mae-")
+    }
+    assert {"decayed-mae-cifar100", "decayed-mae-fashion-mnist", "decayed-uvit-fashion-mnist"} <= set(CHECKPOINTS)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_is_what_a_repository_may_hold(name):
+    folder = CARDS / name
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 15e6
+    assert (folder / "LICENSE").exists() and list(folder.rglob("*.safetensors"))
+    for module in modules_of(folder):
+        assert list(folder.rglob(f"{module}.py"))
+    for path in folder.rglob("*.py"):  # who changes the package's code changes these too, or says why not
+        assert path.read_text() == OURS[path.name].read_text(), f"{path} is not the package's"
+    refuse_unfit(folder)  # numbers that no results file has, secrets, paths
+    text = (folder / "README.md").read_text()
+    for picture in re.findall(r"!\[.+\]\((.+)\)", text):
+        assert (folder / picture).exists()
+
+
+def test_all_checkpoints_are_small_together():
+    assert sum(path.stat().st_size for name in CHECKPOINTS for path in (CARDS / name).rglob("*")) <= 60e6
+
+
+def test_the_lines_of_the_cards_run_without_the_package_and_without_a_network(tmp_path):
+    (tmp_path / "model_cards").symlink_to(CARDS)
+    Image.fromarray(np.zeros((40, 30, 3), dtype=np.uint8)).save(tmp_path / "picture.png")
+    run = subprocess.run(
+        [sys.executable, "-c", USES, *CHECKPOINTS],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    shapes = dict(line.split(" ", 1) for line in run.stdout.splitlines())
+    assert list(shapes) == CHECKPOINTS
+    for name, shape in shapes.items():
+        config = json.loads(next((CARDS / name).glob("**/config.json")).read_text())
+        expected = (1, config["hidden_size"]) if "mae" in name else (config["sample_size"], config["sample_size"])
+        assert shape == str(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_numbers_of_a_card_come_out_again(name, tmp_path):
+    """By the commands that it gives; those that need CIFAR-100 only where the variable CIFAR100 says where it is."""
+    for file in sorted((CARDS / name / "results").glob("*.json")):
+        recorded = json.loads(file.read_text())
+        words = shlex.split(recorded["command"].removeprefix("python "))
+        if "--dataset_path" in words:
+            if "CIFAR100" not in os.environ:
+                pytest.skip("needs CIFAR-100")
+            words[words.index("--dataset_path") + 1] = os.environ["CIFAR100"]
+        for flag, place in (("--output", "again.json"), ("--features_dir", "features"), ("--samples_dir", "samples")):
+            words = [word for index, word in enumerate(words) if flag not in (word, words[index - 1])]
+            words += [flag, str(tmp_path / place)]
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+        again = json.loads((tmp_path / "again.json").read_text())
+        assert again["protocol_hash"] == recorded["protocol_hash"]
+        for row, measured in recorded["rows"].items():
+            for metric, value in measured.items():
+                # Of a thousand images one or two may fall to another side on another machine.
+                assert again["rows"][row][metric] == pytest.approx(value, rel=0.01, abs=0.003), (row, metric)
