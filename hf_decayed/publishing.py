@@ -93,9 +93,8 @@ def publish(
         listing = "\n".join(f"{size_of(path):>10}  {path.relative_to(staged).as_posix()}" for path in files)
         proof = f"loads without hf_decayed and gives what the source gives (largest difference {difference:.1e})"
         if keep:
-            shutil.copytree(
-                staged, keep
-            )  # before the push: what cannot be kept should not cost the name of the commit
+            # Before the push: what cannot be kept should not cost the name of the commit.
+            shutil.copytree(staged, keep)
         try:
             done = f"nothing was pushed to {repo_id}" if dry_run else push(staged, repo_id, private, revision, message)
         except PublishingError:
