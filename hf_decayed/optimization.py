@@ -24,6 +24,14 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
+def lower_shortcuts(layers, alphas: list[tuple[float, float]], share: float) -> None:
+    """Takes the shortcuts of transformer layers this share of the way from 1 down to their alphas."""
+    for layer, (attention_alpha, mlp_alpha) in zip(layers, alphas):
+        # The last step of the way is the alpha itself, to the bit: a model is saved only with its config's alphas.
+        layer.attention_alpha = attention_alpha if share >= 1.0 else 1.0 - share * (1.0 - attention_alpha)
+        layer.mlp_alpha = mlp_alpha if share >= 1.0 else 1.0 - share * (1.0 - mlp_alpha)
+
+
 def layerwise_groups(
     model: torch.nn.Module, num_layers: int, learning_rate: float, layer_decay: float, weight_decay: float
 ) -> list[dict]:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoImageProcessor, AutoModel, AutoModelForPreTraining, ViTMAEConfig, ViTMAEForPreTraining
 
+from hf_decayed import DecayedViTMAEForPreTraining
 from hf_decayed.data import load_splits
 
 
@@ -106,9 +108,13 @@ def assert_same_weights(first, second):
     assert different == []
 
 
-def losses(output):
+def logged(output, name):
     records = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
+    return {record["step"]: record[name] for record in records if name in record}
+
+
+def losses(output):
+    return logged(output, "loss")
 
 
 def test_a_run_and_its_resumption(recipe, tmp_path):
@@ -155,9 +161,30 @@ def test_a_run_and_its_resumption(recipe, tmp_path):
     assert "holds a run that did not finish" in run(recipe, tmp_path / "parts", code=2).stderr
 
 
+def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
+    flags = ["--shortcut_decay", 0.6, "--decay_warmup", 0.8, "--log_every", 1, "--resume_from_checkpoint", "latest"]
+    run(recipe, tmp_path / "lowered", *flags)
+    # Nothing is lowered at the first step, and everything is at the end: the model can be saved, and is what it says.
+    run(recipe, tmp_path / "plain", "--shortcut_decay", 1.0, "--log_every", 1, "--max_train_steps", 1)
+    lowered, plain = (logged(tmp_path / name, "encoder_norm") for name in ("lowered", "plain"))
+    assert lowered[1] == plain[1] and lowered[12] < 0.5 * lowered[1]
+    model = DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "lowered")
+    assert model.vit.shortcut_alphas()[-1][1] == pytest.approx(0.6)
+
+    # Resumed on the way down, it goes on from there.
+    kept = weights(tmp_path / "lowered")
+    shutil.rmtree(tmp_path / "lowered" / "checkpoints" / "step-00000010")
+    for leftover in ("model.safetensors", "results.json"):
+        (tmp_path / "lowered" / leftover).unlink()
+    assert "resumed at step 5" in run(recipe, tmp_path / "lowered", *flags).stdout
+    again = weights(tmp_path / "lowered")
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
+        (["--decay_warmup", "1.5"], "--decay_warmup is a share of the steps, above 0 and at most 1, got 1.5"),
         (["--dataset_path", "junk.parquet"], "mae.py: .*'cat.png' .* cannot be decoded"),
         (["--shortcut_decay", "1.5"], r"mae.py: `shortcut_decay` must lie in \[0, 1\], got 1.5"),
         pytest.param(["--dataset_path", "absent"], "mae.py: There is nothing at", marks=pytest.mark.slow),

@@ -43,7 +43,7 @@ from hf_decayed.data import (
 from hf_decayed.evaluation import effective_rank, knn_accuracy
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
-from hf_decayed.optimization import parameter_groups, scale_is_sought, warmed_average, warmup_cosine
+from hf_decayed.optimization import lower_shortcuts, parameter_groups, scale_is_sought, warmed_average, warmup_cosine
 from hf_decayed.pictures import reconstructions, save_curves, save_reconstructions
 from hf_decayed.runs import (
     MetricsFile,
@@ -111,6 +111,9 @@ def parse_arguments(arguments=None):
     training.add_argument("--max_train_steps", type=int, help="instead of epochs")
     training.add_argument("--base_learning_rate", type=float, default=1.5e-4, help="per 256 images of a batch")
     training.add_argument("--warmup_epochs", type=float, default=40, help="a stream: a twentieth of the steps")
+    training.add_argument(
+        "--decay_warmup", type=float, help="share of the steps over which shortcuts fall from 1 to their weights"
+    )
     training.add_argument("--weight_decay", type=float, default=0.05)
     training.add_argument("--adam_beta1", type=float, default=0.9)
     training.add_argument("--adam_beta2", type=float, default=0.95)
@@ -146,6 +149,12 @@ def parse_arguments(arguments=None):
     for name in ("batch_size", "gradient_accumulation_steps", "checkpointing_steps", "log_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.decay_warmup is not None and not 0.0 < options.decay_warmup <= 1.0:
+        parser.error(f"--decay_warmup is a share of the steps, above 0 and at most 1, got {options.decay_warmup}")
+    if options.decay_warmup and options.compile:
+        parser.error(
+            "--decay_warmup changes the network at every step, and --compile would compile each: leave one out"
+        )
     return options
 
 
@@ -193,6 +202,10 @@ def main():
     config = model.config
     processor = image_processor(config)
     normalisation = {"mean": list(processor.image_mean), "std": list(processor.image_std)}
+    if options.decay_warmup and (config.residual_form != "decay" or config.shortcut_schedule == "learned"):
+        raise DataError(
+            "--decay_warmup lowers shortcuts with given weights: these are learned, or of another residual form."
+        )
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -258,6 +271,9 @@ def main():
     if options.ema_decay:
         average = AveragedModel(model, multi_avg_fn=warmed_average(options.ema_decay)).to(accelerator.device)
         accelerator.register_for_checkpointing(average)
+    networks = [model] if average is None else [model, average.module]
+    decayed_layers = [list(network.vit.layers) for network in networks]  # as they are before anything wraps them
+    alphas = config.shortcut_alphas()
     probe = Probe(accelerator, train, held_out, image_column, label_column, config, normalisation, options)
     untrained = probe.measure(model)
 
@@ -319,6 +335,10 @@ def main():
         logging = evaluating or (step + 1) % options.log_every == 0 or step + 1 == total_steps
         for group in optimizer.param_groups:
             group["lr"] = peak_learning_rate * warmup_cosine(step + 1, warmup_steps, total_steps)
+        if options.decay_warmup:
+            share = min(1.0, step / max(1, round(options.decay_warmup * total_steps) - 1))
+            for layers in decayed_layers:
+                lower_shortcuts(layers, alphas, share)
         with accelerator.accumulate(model):
             outputs = model(**batch, return_logits=False, output_hidden_states=logging)
             accelerator.backward(outputs.loss)
