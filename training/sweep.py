@@ -302,10 +302,9 @@ def tables(by_name: dict[str, list[dict]]) -> str:
         name: [record["results"]["knn_accuracy_untrained"] for record in group] for name, group in by_name.items()
     }
     pixels = anyone["evaluation"]["pixels"]
-    lines += [
-        "",
-        f"Raw pixels: kNN {100 * pixels['knn_accuracy']:.1f} %, linear {100 * pixels['linear_accuracy']:.1f} %.",
-    ]
+    cells = ["raw pixels", "", "", "", spread([pixels["knn_accuracy"]], percent=True), "", ""]
+    cells += [spread([pixels["linear_accuracy"]], percent=True), "", spread([pixels["effective_rank"]]), "", "", ""]
+    lines += ["| " + " | ".join(cells) + " |", ""]
     lines.append(
         "Untrained, kNN on the images that mae.py evaluates on: "
         + "; ".join(f"{name} {spread(values, percent=True)} %" for name, values in untrained.items())
@@ -514,7 +513,7 @@ def save_training(path: Path, by_name: dict[str, list[dict]]) -> None:
             steps, ranks, accuracies = (
                 [each[key] for each in points] for key in ("step", "effective_rank", "knn_accuracy")
             )
-            style = {"marker": ".", "color": f"C{number}"}  # one colour for all seeds of a run
+            style = {"marker": ".", "color": colour(number, len(by_name))}  # one for all seeds of a run
             over_rank.plot(steps, ranks, **style, label=name if index == 0 else None)
             over_accuracy.plot(steps, accuracies, **style)
             trained = slice(1, None)  # the untrained network is another matter
@@ -533,6 +532,11 @@ def save_training(path: Path, by_name: dict[str, list[dict]]) -> None:
     finish(figure, path)
 
 
+def colour(number: int, total: int):
+    """Of a run among so many: ten that are easy to tell apart, or one of a rainbow."""
+    return f"C{number}" if total <= 10 else pyplot.get_cmap("turbo")(number / (total - 1))
+
+
 def pearson(left: list[float], right: list[float]) -> float | None:
     if len(left) < 3 or np.std(left) == 0 or np.std(right) == 0:
         return None
@@ -540,16 +544,21 @@ def pearson(left: list[float], right: list[float]) -> float | None:
 
 
 def save_layers(path: Path, by_name: dict[str, list[dict]]) -> None:
-    figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.4))
+    wide = len(by_name) > 10  # then the names stand beside the curves
+    figure, axes = pyplot.subplots(1, 2, figsize=(11.4 if wide else 8.4, 4.4 if wide else 3.4))
     for axis, (metric, title) in zip(axes, (("knn_accuracy", "kNN accuracy"), ("linear_accuracy", "linear accuracy"))):
-        for name, records in by_name.items():
+        for number, (name, records) in enumerate(by_name.items()):
             layers = [each for each in records[0]["evaluation"] if each[0].isdigit()]
             means = [np.mean([record["evaluation"][layer][metric] for record in records]) for layer in layers]
-            axis.plot([int(layer.split(".")[0]) for layer in layers], means, marker=".", label=name)
+            style = {"marker": ".", "color": colour(number, len(by_name)), "label": name}
+            axis.plot([int(layer.split(".")[0]) for layer in layers], means, **style)
         axis.axhline(records[0]["evaluation"]["pixels"][metric], color="grey", linestyle=":", label="pixels")
         axis.set(title=f"{title}, mean of tokens", xlabel="encoder layer (0: embedding)")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
+    if wide:
+        axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    else:
+        axes[0].legend(fontsize=7)
     finish(figure, path)
 
 
