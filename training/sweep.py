@@ -505,7 +505,11 @@ def differing(records: list[dict]) -> set[str]:
 
 def save_training(path: Path, by_name: dict[str, list[dict]]) -> None:
     """Rank and kNN accuracy over training, and how they go together."""
-    figure, (over_rank, over_accuracy, together) = pyplot.subplots(1, 3, figsize=(12, 3.4))
+    by_name = {
+        name: records for name, records in by_name.items() if records[0]["steps"] > 1
+    }  # one step shows no course
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.4) if len(by_name) > 10 else (12, 3.4))
+    over_rank, over_accuracy, together = axes
     every_rank, every_accuracy = [], []
     for number, (name, records) in enumerate(by_name.items()):
         for index, record in enumerate(records):
@@ -528,13 +532,22 @@ def save_training(path: Path, by_name: dict[str, list[dict]]) -> None:
         xlabel="effective rank",
         ylabel="kNN accuracy",
     )
-    over_rank.legend(fontsize=7)
+    name_runs(axes, len(by_name))
     finish(figure, path)
 
 
 def colour(number: int, total: int):
     """Of a run among so many: ten that are easy to tell apart, or one of a rainbow."""
     return f"C{number}" if total <= 10 else pyplot.get_cmap("turbo")(number / (total - 1))
+
+
+def name_runs(axes, total: int) -> None:
+    """A legend inside the first plot, or beside the last where it would hide the curves."""
+    if total <= 10:
+        axes[0].legend(fontsize=7)
+        return
+    handles, names = axes[0].get_legend_handles_labels()
+    axes[-1].legend(handles, names, fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0))
 
 
 def pearson(left: list[float], right: list[float]) -> float | None:
@@ -544,8 +557,7 @@ def pearson(left: list[float], right: list[float]) -> float | None:
 
 
 def save_layers(path: Path, by_name: dict[str, list[dict]]) -> None:
-    wide = len(by_name) > 10  # then the names stand beside the curves
-    figure, axes = pyplot.subplots(1, 2, figsize=(11.4 if wide else 8.4, 4.4 if wide else 3.4))
+    figure, axes = pyplot.subplots(1, 2, figsize=(11.4, 4.4) if len(by_name) > 10 else (8.4, 3.4))
     for axis, (metric, title) in zip(axes, (("knn_accuracy", "kNN accuracy"), ("linear_accuracy", "linear accuracy"))):
         for number, (name, records) in enumerate(by_name.items()):
             layers = [each for each in records[0]["evaluation"] if each[0].isdigit()]
@@ -555,10 +567,7 @@ def save_layers(path: Path, by_name: dict[str, list[dict]]) -> None:
         axis.axhline(records[0]["evaluation"]["pixels"][metric], color="grey", linestyle=":", label="pixels")
         axis.set(title=f"{title}, mean of tokens", xlabel="encoder layer (0: embedding)")
         axis.grid(alpha=0.3)
-    if wide:
-        axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0))
-    else:
-        axes[0].legend(fontsize=7)
+    name_runs(axes, len(by_name))
     finish(figure, path)
 
 
