@@ -57,7 +57,7 @@ def save_grid(path: Path, images) -> None:
 
 
 def save_curves(path: Path, records: list[dict]) -> None:
-    """Loss, effective rank, encoder norm and kNN accuracy over steps; what was not measured is left out."""
+    """Loss, rank, norm, accuracy and the use of skips over steps; what was not measured is left out."""
     names = {
         "loss": "training loss",
         "encoder_norm": "encoder output norm",
@@ -68,11 +68,23 @@ def save_curves(path: Path, records: list[dict]) -> None:
     names |= {name: name.replace("_", " ", 1) for each in records for name in each if name.startswith("frechet_")}
     series = {name: [(each["step"], each[name]) for each in records if each.get(name) is not None] for name in names}
     shown = [name for name in names if series[name]]
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(3.4 * len(shown), 2.7), squeeze=False)
+    skips = dict.fromkeys(name for each in records for name in each if name.startswith("skip_use_"))
+    panels = len(shown) + bool(skips)
+    figure, axes = pyplot.subplots(1, panels, figsize=(3.4 * panels, 2.7), squeeze=False)
     for axis, name in zip(axes[0], shown):
         steps, values = zip(*series[name])
         axis.plot(steps, values, marker="o" if len(steps) < 20 else None, markersize=3, linewidth=1.2)
         axis.set(title=names[name], xlabel="step")
+    for number, name in enumerate(skips):
+        points = [(each["step"], each[name]) for each in records if name in each]
+        shade = pyplot.get_cmap("viridis")(number / max(1, len(skips) - 1))
+        axes[0][-1].plot(
+            *zip(*points), marker="o", markersize=3, linewidth=1.2, color=shade, label=name.split("_")[-1]
+        )
+    if skips:
+        axes[0][-1].set(title="rise of the loss without a skip", xlabel="step")
+        axes[0][-1].legend(title="from layer", fontsize=6, title_fontsize=6)
+    for axis in axes[0]:
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=150)

@@ -29,6 +29,7 @@ from hf_decayed.evaluation import (
     knn_accuracy,
     linear_probe,
     precision_recall,
+    skip_use,
 )
 from hf_decayed.evaluation.generation import inception_score, scores
 from hf_decayed.evaluation.knn import top_of_row
@@ -177,6 +178,51 @@ def test_linear_probes_are_scikit_learns():
     assert shuffled < 0.4 < best
     with pytest.raises(ValueError, match="train: all labels are 1"):
         linear_probe(tensors[0], torch.ones(600, dtype=torch.long), *tensors[2:])
+
+
+@pytest.mark.parametrize("skips, layers", [(True, [6, 4, 2]), (2, [6, 4])])
+def test_use_of_skips(skips, layers):
+    config = hf_decayed.DecayedViTMAEConfig(
+        image_size=16,
+        patch_size=4,
+        hidden_size=24,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        intermediate_size=32,
+        encoder_decoder_skips=skips,
+        decoder_hidden_size=16,
+        decoder_num_hidden_layers=3,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=32,
+        shortcut_decay=0.8,
+    )
+    torch.manual_seed(0)
+    model = hf_decayed.DecayedViTMAEForPreTraining(config).eval().double()  # exact enough for small differences
+    for parameter in model.parameters():  # what starts at zero would hide everything
+        torch.nn.init.normal_(parameter, std=0.2)
+    for index, skip in enumerate(model.decoder.skips):
+        torch.nn.init.normal_(skip.output_projection.weight, std=0.0 if index == 1 else 2.0)
+    images, noise = torch.randn(10, 3, 16, 16).double(), torch.rand(10, 16)
+    used = skip_use(model, images, noise, batch_size=10)
+    assert list(used) == layers
+    assert used[layers[1]] == 0.0  # the decoder cannot tell
+    with torch.no_grad():
+        outputs = model.vit(images, noise=noise, output_skips=True, output_hidden_states=True)
+        whole = model(images, noise=noise)
+        for index, layer in enumerate(layers):
+            assert torch.equal(outputs.skips[index], outputs.hidden_states[layer])
+            given = [each.clone() for each in outputs.skips]
+            given[index][:, 0] = given[index][:, 0].mean(dim=0)
+            given[index][:, 1:] = given[index][:, 1:].mean(dim=(0, 1))
+            predicted = model.decoder(outputs.last_hidden_state, outputs.ids_restore, tuple(given))
+            predicted = predicted.gather(1, outputs.ids_restore.unsqueeze(2).expand_as(predicted))
+            error = (predicted - model.patchify(images)).square().mean(dim=2)
+            expected = (error * whole.mask).sum() / whole.mask.sum() - whole.loss
+            assert used[layer] == pytest.approx(expected.item(), abs=1e-9)
+            assert index == 1 or abs(used[layer]) > 1e-6
+    assert skip_use(model, images, noise, batch_size=10)[layers[0]] == used[layers[0]]  # nothing stays behind
+    plain = hf_decayed.DecayedViTMAEConfig.plain("small", num_hidden_layers=1, decoder_num_hidden_layers=1)
+    assert skip_use(hf_decayed.DecayedViTMAEForPreTraining(plain), images, noise) == {}
 
 
 def two_sets(number=300, dim=6):

@@ -124,6 +124,7 @@ def test_a_run_and_its_resumption(recipe, tmp_path):
         assert np.isfinite(results[name]), name
         assert name in whole.stdout
     assert {"command", "versions", "seed", "seconds", "dataset"} <= results.keys()
+    assert list(results["skip_use"]) == ["4", "2"] and "(layer 4)" in whole.stdout
     assert str(tmp_path) not in json.dumps(results) + (tmp_path / "whole" / "README.md").read_text()
     assert f"{100 * results['knn_accuracy']:.1f} %" in (tmp_path / "whole" / "README.md").read_text()
     for picture in ("reconstructions.png", "curves.png", "reconstructions/step-00000006.png"):

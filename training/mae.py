@@ -40,7 +40,7 @@ from hf_decayed.data import (
     sample_generator,
     some,
 )
-from hf_decayed.evaluation import effective_rank, knn_accuracy
+from hf_decayed.evaluation import effective_rank, knn_accuracy, skip_use
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
 from hf_decayed.optimization import lower_shortcuts, parameter_groups, scale_is_sought, warmed_average, warmup_cosine
@@ -70,6 +70,7 @@ from hf_decayed.runs import (
 RECIPES = Path(__file__).parent / "recipes"
 # Token norms of a healthy encoder stay near the square root of its width; this many times that is the known failure.
 BLOW_UP = 30.0
+SKIP_USE_IMAGES = 256  # enough to tell which skips are used
 
 
 def parse_arguments(arguments=None):
@@ -431,6 +432,7 @@ def main():
             "knn_accuracy_untrained": untrained.get("knn_accuracy"),
             "effective_rank": measured["effective_rank"],
             "effective_rank_untrained": untrained["effective_rank"],
+            "skip_use": {name.removeprefix("skip_use_"): measured[name] for name in measured if "skip_use" in name},
             "steps": step,
             "images_seen": step * options.batch_size,
             "skipped_steps": skipped,
@@ -474,7 +476,7 @@ class Probe:
         self.noise = torch.stack(
             [
                 torch.from_numpy(sample_generator(0, 0, index).random(math.prod(config.grid_size))).float()
-                for index in range(8)
+                for index in range(min(SKIP_USE_IMAGES, len(self.queries[0])))
             ]
         )
 
@@ -503,7 +505,10 @@ class Probe:
         if self.labelled:
             bank, _ = self.features(encoder, self.bank[0])
             results["knn_accuracy"] = knn_accuracy(bank, self.bank[1], queries, self.queries[1], k=min(20, len(bank)))
-        return results
+        images = self.normalised(self.queries[0][: len(self.noise)]).to(self.accelerator.device)
+        with self.accelerator.autocast():
+            used = skip_use(model.to(images.device).eval(), images, self.noise.to(images.device))
+        return results | {f"skip_use_{layer}": rise for layer, rise in used.items()}
 
     def pixels(self) -> float | None:
         if not self.labelled:
@@ -525,6 +530,7 @@ def summary(results: dict) -> str:
     def percent(value):
         return "none (no labels)" if value is None else f"{100 * value:.1f} %"
 
+    skips = ", ".join(f"{rise:+.4f} (layer {layer})" for layer, rise in results["skip_use"].items())
     return "\n".join(
         [
             f"loss                     {results['loss']:.4f}",
@@ -532,6 +538,7 @@ def summary(results: dict) -> str:
             f"knn_accuracy_untrained   {percent(results['knn_accuracy_untrained'])}",
             f"knn_accuracy_pixels      {percent(results['knn_accuracy_pixels'])}",
             f"effective_rank           {results['effective_rank']:.3f} (untrained {results['effective_rank_untrained']:.3f})",
+            f"loss without a skip      {skips or 'none (no skips)'}",
             f"time                     {results['seconds']:.0f} s, {results['steps']} steps",
         ]
     )

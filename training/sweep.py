@@ -177,6 +177,7 @@ def train_and_judge(run: dict, folder: Path, evaluation: dict, options) -> dict:
                 for name in ("step", "loss", "encoder_norm", "knn_accuracy", "effective_rank")
                 if name in each
             }
+            | {name: value for name, value in each.items() if name.startswith("skip_use_")}
             for each in curve
         ],
     }

@@ -4,6 +4,7 @@ from .effective_rank import effective_rank
 from .frechet import density_coverage, frechet_distance, kernel_distance, precision_recall
 from .knn import knn_accuracy
 from .linear_probe import PROTOCOLS, ProbeProtocol, linear_probe
+from .skip_use import skip_use
 
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "knn_accuracy",
     "linear_probe",
     "precision_recall",
+    "skip_use",
 ]
