@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 # What pictures are of -> data set; its autoencoders are `plain-mae-<data set>` and `decayed-mae-<data set>`.
 KINDS = {"clothes": "fashion-mnist", "photographs": "cifar100"}
-GENERATORS = {"U-ViT, clothes": "decayed-uvit-fashion-mnist", "SiT, clothes": "decayed-sit-fashion-mnist"}
+GENERATORS = {"SiT, clothes": "decayed-sit-fashion-mnist", "U-ViT, clothes": "decayed-uvit-fashion-mnist"}
 LOADING = threading.RLock()
 SHOWN_SIZE = 224  # pixels; the models' images are so small that they are looked at enlarged
 
