@@ -111,13 +111,13 @@ def save_heat_maps(
     pyplot.close(figure)
 
 
-def draw_heat_map(axis, values: np.ndarray, noise_levels: list[float], low: float, high: float) -> None:
-    """Blocks by noise levels, in a scale from low to high, with the numbers."""
+def draw_heat_map(axis, values: np.ndarray, columns: list[float], low: float, high: float) -> None:
+    """In a scale from low to high, with the numbers; what is not a number stays white."""
     axis.imshow(values, aspect="auto", vmin=low, vmax=high)
-    for row, column in np.ndindex(values.shape):
+    for row, column in zip(*np.nonzero(~np.isnan(values))):
         colour = "white" if values[row, column] < (low + high) / 2 else "black"
         axis.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", fontsize=7, color=colour)
-    axis.set_xticks(range(len(noise_levels)), [f"{level:g}" for level in noise_levels])
+    axis.set_xticks(range(len(columns)), [f"{each:g}" for each in columns])
 
 
 def save_schedules(path: Path) -> None:

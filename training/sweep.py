@@ -264,6 +264,7 @@ def report(records: list[dict], options) -> None:
     save_decay(folder / "accuracy_against_decay.png", records)
     save_training(folder / "rank_and_accuracy.png", by_name)
     save_layers(folder / "accuracy_by_layer.png", by_name)
+    save_skips(folder / "use_of_skips.png", by_name)
     names = options.tsne or [next(iter(by_name)), list(by_name)[-1]]
     unknown = [name for name in names if name not in by_name]
     if unknown:
@@ -282,7 +283,15 @@ def spread(values: list[float], percent: bool = False) -> str:
 
 def tables(by_name: dict[str, list[dict]]) -> str:
     columns = ["run", "seeds", "steps", "loss", "kNN, mean (%)", "kNN, class token (%)", "kNN, best layer (%)"]
-    columns += ["linear, mean (%)", "linear, class token (%)", "rank, mean", "rank, class token", "norm", "TFLOP"]
+    columns += [
+        "linear, mean (%)",
+        "linear, class token (%)",
+        "rank, mean",
+        "rank, class token",
+        "norm",
+        "deepest skip",
+        "TFLOP",
+    ]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name, records in by_name.items():
         rows = [record["evaluation"] for record in records]
@@ -296,7 +305,9 @@ def tables(by_name: dict[str, list[dict]]) -> str:
             cells += [spread([row[name][metric] for row in rows], percent) for name in ("last.mean", "last.cls")]
             if metric == "knn_accuracy":
                 cells.append(spread([max(each) for each in layers], percent=True))
-        cells += [spread(norms), f"{records[0]['training_flops'] / 1e12:.3g}"]
+        deepest = [next(iter(record["results"]["skip_use"].values())) for record in records if uses_skips(record)]
+        deepest = [round(each, 3) + 0.0 for each in deepest]  # + 0: no minus before a zero
+        cells += [spread(norms), spread(deepest) if deepest else "", f"{records[0]['training_flops'] / 1e12:.3g}"]
         lines.append("| " + " | ".join(cells) + " |")
     anyone = next(iter(by_name.values()))[0]
     untrained = {
@@ -304,7 +315,8 @@ def tables(by_name: dict[str, list[dict]]) -> str:
     }
     pixels = anyone["evaluation"]["pixels"]
     cells = ["raw pixels", "", "", "", spread([pixels["knn_accuracy"]], percent=True), "", ""]
-    cells += [spread([pixels["linear_accuracy"]], percent=True), "", spread([pixels["effective_rank"]]), "", "", ""]
+    cells += [spread([pixels["linear_accuracy"]], percent=True), "", spread([pixels["effective_rank"]])]
+    cells += [""] * (len(columns) - len(cells))
     lines += ["| " + " | ".join(cells) + " |", ""]
     lines.append(
         "Untrained, kNN on the images that mae.py evaluates on: "
@@ -315,10 +327,15 @@ def tables(by_name: dict[str, list[dict]]) -> str:
     lines.append(
         f"{dataset['name']}: {dataset['number']['train']} training and {dataset['number']['test']} held-out images. kNN: "
         f"k = {protocol['knn']['k']}, cosine, temperature {protocol['knn']['temperature']}; linear: {protocol['linear']['name']}. "
-        "Features are of the last layer, the mean of all tokens or the class token; norm: of its tokens. Means over seeds, "
-        "with the smallest and largest."
+        "Features are of the last layer, the mean of all tokens or the class token; norm: of its tokens; deepest skip: rise of "
+        "the loss when the decoder gets its mean instead, where it was measured. Means over seeds, with the smallest and largest."
     )
     return "\n".join(lines) + "\n"
+
+
+def uses_skips(record: dict) -> bool:
+    """Whether there are skips, and it was measured what they are worth."""
+    return bool(record["results"].get("skip_use"))
 
 
 def supervised_table(by_name: dict[str, list[dict]]) -> str:
@@ -569,6 +586,29 @@ def save_layers(path: Path, by_name: dict[str, list[dict]]) -> None:
         axis.set(title=f"{title}, mean of tokens", xlabel="encoder layer (0: embedding)")
         axis.grid(alpha=0.3)
     name_runs(axes, len(by_name))
+    finish(figure, path)
+
+
+def save_skips(path: Path, by_name: dict[str, list[dict]]) -> None:
+    """What each encoder-decoder skip is worth to the decoder, a row a run; means over seeds."""
+    rows = {
+        name: [record["results"]["skip_use"] for record in records if uses_skips(record)]
+        for name, records in by_name.items()
+    }
+    rows = {name: measured for name, measured in rows.items() if measured}
+    if not rows:
+        return
+    layers = sorted({int(layer) for measured in rows.values() for layer in measured[0]})
+    values = np.array(
+        [
+            [1000 * np.mean([each.get(str(layer), np.nan) for each in measured]) for layer in layers]
+            for measured in rows.values()
+        ]
+    )
+    figure, axis = pyplot.subplots(figsize=(1.6 + 0.75 * len(layers), 1.1 + 0.3 * len(rows)))
+    draw_heat_map(axis, values.round(1) + 0.0, layers, 0.0, np.nanmax(values))  # + 0: no minus before a zero
+    axis.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    axis.set(title="rise of the loss without a skip, x 1000", xlabel="encoder layer that the skip leaves")
     finish(figure, path)
 
 
