@@ -1,4 +1,4 @@
-"""Learning-rate rules, parameter groups, and an optimizer that torch lacks."""
+"""Rules for learning rates and shortcuts over training, parameter groups, and an optimizer that torch lacks."""
 
 import math
 import re

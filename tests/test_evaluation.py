@@ -221,6 +221,12 @@ def test_use_of_skips(skips, layers):
             assert used[layer] == pytest.approx(expected.item(), abs=1e-9)
             assert index == 1 or abs(used[layer]) > 1e-6
     assert skip_use(model, images, noise, batch_size=10)[layers[0]] == used[layers[0]]  # nothing stays behind
+    # Batches of equal size, each with its own means.
+    halves = [skip_use(model, images[half], noise[half]) for half in (slice(0, 5), slice(5, 10))]
+    together = skip_use(model, images, noise, batch_size=9)
+    assert together[layers[0]] == pytest.approx((halves[0][layers[0]] + halves[1][layers[0]]) / 2, abs=1e-9)
+    with pytest.raises(ValueError, match="10 images need as many rows of noise, got 9"):
+        skip_use(model, images, noise[:9])
     plain = hf_decayed.DecayedViTMAEConfig.plain("small", num_hidden_layers=1, decoder_num_hidden_layers=1)
     assert skip_use(hf_decayed.DecayedViTMAEForPreTraining(plain), images, noise) == {}
 

@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoImageProcessor, AutoModel, AutoModelForPreTraining, ViTMAEConfig, ViTMAEForPreTraining
 
-from hf_decayed import DecayedViTMAEForPreTraining
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
 from hf_decayed.data import load_splits
+from hf_decayed.optimization import lower_shortcuts
 
 
 ROOT = Path(__file__).parents[1]
@@ -162,15 +163,28 @@ def test_a_run_and_its_resumption(recipe, tmp_path):
     assert "holds a run that did not finish" in run(recipe, tmp_path / "parts", code=2).stderr
 
 
+@pytest.mark.parametrize("decay", [0.6, "auto"])
+def test_shortcuts_on_their_way_down(decay):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    encoder = DecayedViTMAEModel(DecayedViTMAEConfig(shortcut_decay=decay, image_size=16, patch_size=4, **sizes))
+    alphas = encoder.config.shortcut_alphas()
+    lower_shortcuts(encoder.layers, alphas, 0.0)
+    assert encoder.shortcut_alphas() == [(1.0, 1.0)] * len(alphas)
+    lower_shortcuts(encoder.layers, alphas, 0.5)
+    assert encoder.shortcut_alphas()[-1][1] == pytest.approx((1 + alphas[-1][1]) / 2)
+    lower_shortcuts(encoder.layers, alphas, 1.0)
+    assert encoder.shortcut_alphas() == alphas  # to the bit
+
+
 def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
     flags = ["--shortcut_decay", 0.6, "--decay_warmup", 0.8, "--log_every", 1, "--resume_from_checkpoint", "latest"]
     run(recipe, tmp_path / "lowered", *flags)
-    # Nothing is lowered at the first step, and everything is at the end: the model can be saved, and is what it says.
+    # Nothing is lowered at the first step, and everything is at the end: otherwise it could not be saved.
     run(recipe, tmp_path / "plain", "--shortcut_decay", 1.0, "--log_every", 1, "--max_train_steps", 1)
     lowered, plain = (logged(tmp_path / name, "encoder_norm") for name in ("lowered", "plain"))
     assert lowered[1] == plain[1] and lowered[12] < 0.5 * lowered[1]
-    model = DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "lowered")
-    assert model.vit.shortcut_alphas()[-1][1] == pytest.approx(0.6)
+    shares = logged(tmp_path / "lowered", "decay_share")
+    assert [round(shares[step], 3) for step in (1, 2, 10, 11, 12)] == [0.0, 0.111, 1.0, 1.0, 1.0]
 
     # Resumed on the way down, it goes on from there.
     kept = weights(tmp_path / "lowered")
@@ -186,6 +200,12 @@ def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
     "flags, sentence",
     [
         (["--decay_warmup", "1.5"], "--decay_warmup is a share of the steps, above 0 and at most 1, got 1.5"),
+        pytest.param(
+            ["--decay_warmup", "0.5", "--set", "shortcut_schedule=learned", "--shortcut_decay", "1.0"],
+            "mae.py: --decay_warmup needs residual_form 'decay' and a shortcut_schedule that is not learned, got 'decay' and 'learned'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["--decay_warmup", "0.5", "--compile", "true"], "leave one out", marks=pytest.mark.slow),
         (["--dataset_path", "junk.parquet"], "mae.py: .*'cat.png' .* cannot be decoded"),
         (["--shortcut_decay", "1.5"], r"mae.py: `shortcut_decay` must lie in \[0, 1\], got 1.5"),
         pytest.param(["--dataset_path", "absent"], "mae.py: There is nothing at", marks=pytest.mark.slow),

@@ -222,7 +222,7 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path):
     table = (tmp_path / "out" / "report" / "tables.md").read_text()
     assert "| shortcut_decay=0.8 | 2 | 6 |" in table and "| raw pixels |" in table
     assert table.index("| plain preset |") < table.index("| shortcut_decay=0.8 |")  # as in the grid
-    for name in ("accuracy_against_decay", "rank_and_accuracy", "accuracy_by_layer", "tsne"):
+    for name in ("accuracy_against_decay", "rank_and_accuracy", "accuracy_by_layer", "use_of_skips", "tsne"):
         assert (tmp_path / "out" / "report" / f"{name}.png").stat().st_size > 5000
 
 

@@ -113,7 +113,9 @@ def parse_arguments(arguments=None):
     training.add_argument("--base_learning_rate", type=float, default=1.5e-4, help="per 256 images of a batch")
     training.add_argument("--warmup_epochs", type=float, default=40, help="a stream: a twentieth of the steps")
     training.add_argument(
-        "--decay_warmup", type=float, help="share of the steps over which shortcuts fall from 1 to their weights"
+        "--decay_warmup",
+        type=float,
+        help="share of the steps over which shortcuts fall from 1 to their weights, which they have from the start when not given",
     )
     training.add_argument("--weight_decay", type=float, default=0.05)
     training.add_argument("--adam_beta1", type=float, default=0.9)
@@ -135,7 +137,9 @@ def parse_arguments(arguments=None):
     running.add_argument("--checkpoints_total_limit", type=int, default=2)
     running.add_argument("--resume_from_checkpoint", metavar="latest|PATH")
     running.add_argument("--log_every", type=int, default=10, help="steps between lines of metrics.jsonl")
-    running.add_argument("--eval_every", type=int, help="steps between kNN, rank and pictures; always at the end")
+    running.add_argument(
+        "--eval_every", type=int, help="steps between kNN, rank, use of skips and pictures; always at the end"
+    )
     running.add_argument("--eval_train_samples", type=int, default=10000, help="size of the kNN bank")
     running.add_argument("--eval_test_samples", type=int, default=5000)
     running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
@@ -205,7 +209,8 @@ def main():
     normalisation = {"mean": list(processor.image_mean), "std": list(processor.image_std)}
     if options.decay_warmup and (config.residual_form != "decay" or config.shortcut_schedule == "learned"):
         raise DataError(
-            "--decay_warmup lowers shortcuts with given weights: these are learned, or of another residual form."
+            "--decay_warmup needs residual_form 'decay' and a shortcut_schedule that is not learned, got "
+            f"'{config.residual_form}' and '{config.shortcut_schedule}'."
         )
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -337,7 +342,8 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = peak_learning_rate * warmup_cosine(step + 1, warmup_steps, total_steps)
         if options.decay_warmup:
-            share = min(1.0, step / max(1, round(options.decay_warmup * total_steps) - 1))
+            last = round(options.decay_warmup * total_steps) - 1  # the first step with all of the decay
+            share = 1.0 if step >= last else step / last
             for layers in decayed_layers:
                 lower_shortcuts(layers, alphas, share)
         with accelerator.accumulate(model):
@@ -387,6 +393,8 @@ def main():
                 "bad_images": bad_images + accelerator.reduce(bad_here, "sum").item(),
                 "images_per_second": rate,
             }
+            if options.decay_warmup:
+                record["decay_share"] = share
             if encoder_norm > BLOW_UP * math.sqrt(config.hidden_size):
                 warnings.warn(
                     f"Step {step}: encoder tokens have norm {encoder_norm:.3g}, far above {math.sqrt(config.hidden_size):.3g}. "
@@ -463,7 +471,7 @@ def main():
 
 
 class Probe:
-    """Held-out measurements: kNN accuracy and effective rank of features, and reconstructions."""
+    """Held-out measurements: kNN accuracy and effective rank of features, the use of skips, and reconstructions."""
 
     def __init__(self, accelerator, train, held_out, image_column, label_column, config, normalisation, options):
         self.accelerator, self.normalisation = accelerator, normalisation
@@ -499,15 +507,19 @@ class Probe:
         return tuple(torch.cat(each) for each in zip(*gathered))
 
     def measure(self, model) -> dict[str, float]:
-        encoder = model.vit.to(self.accelerator.device).eval()
+        model = model.to(self.accelerator.device).eval()
+        encoder = model.vit
         queries, class_tokens = self.features(encoder, self.queries[0])
         results = {"effective_rank": effective_rank(class_tokens)}
         if self.labelled:
             bank, _ = self.features(encoder, self.bank[0])
             results["knn_accuracy"] = knn_accuracy(bank, self.bank[1], queries, self.queries[1], k=min(20, len(bank)))
-        images = self.normalised(self.queries[0][: len(self.noise)]).to(self.accelerator.device)
+        mixed = torch.randperm(
+            len(self.queries[0]), generator=torch.Generator().manual_seed(0)
+        )  # they may come by class
+        images = self.normalised(self.queries[0][mixed[: len(self.noise)]]).to(self.accelerator.device)
         with self.accelerator.autocast():
-            used = skip_use(model.to(images.device).eval(), images, self.noise.to(images.device))
+            used = skip_use(model, images, self.noise.to(images.device))
         return results | {f"skip_use_{layer}": rise for layer, rise in used.items()}
 
     def pixels(self) -> float | None:

@@ -261,8 +261,11 @@ def report(records: list[dict], options) -> None:
         print(f"tables.md and pictures: {folder}")
         return
     (folder / "tables.md").write_text(tables(by_name))
-    save_decay(folder / "accuracy_against_decay.png", records)
-    save_training(folder / "rank_and_accuracy.png", by_name)
+    trained = {
+        name: runs for name, runs in by_name.items() if runs[0]["steps"] > 1
+    }  # a network as it starts has no course
+    save_decay(folder / "accuracy_against_decay.png", [record for runs in trained.values() for record in runs])
+    save_training(folder / "rank_and_accuracy.png", trained)
     save_layers(folder / "accuracy_by_layer.png", by_name)
     save_skips(folder / "use_of_skips.png", by_name)
     names = options.tsne or [next(iter(by_name)), list(by_name)[-1]]
@@ -606,7 +609,7 @@ def save_skips(path: Path, by_name: dict[str, list[dict]]) -> None:
         ]
     )
     figure, axis = pyplot.subplots(figsize=(1.6 + 0.75 * len(layers), 1.1 + 0.3 * len(rows)))
-    draw_heat_map(axis, values.round(1) + 0.0, layers, 0.0, np.nanmax(values))  # + 0: no minus before a zero
+    draw_heat_map(axis, values.round(1) + 0.0, layers, 0.0, max(0.0, np.nanmax(values)))  # + 0: no minus before a zero
     axis.set_yticks(range(len(rows)), list(rows), fontsize=8)
     axis.set(title="rise of the loss without a skip, x 1000", xlabel="encoder layer that the skip leaves")
     finish(figure, path)

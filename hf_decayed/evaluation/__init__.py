@@ -1,4 +1,4 @@
-"""Measurements: tensors in, numbers out."""
+"""Measurements: tensors in, numbers out; `skip_use` takes a model."""
 
 from .effective_rank import effective_rank
 from .frechet import density_coverage, frechet_distance, kernel_distance, precision_recall
