@@ -47,6 +47,7 @@ from matplotlib import pyplot  # noqa: E402
 
 SCRIPTS = Path(__file__).parent
 GRIDS = SCRIPTS / "recipes" / "sweeps"
+FEW_RUNS = 4  # more names would hide what is drawn
 
 
 def parse_arguments(arguments=None):
@@ -529,7 +530,7 @@ def save_training(path: Path, by_name: dict[str, list[dict]]) -> None:
     by_name = {
         name: records for name, records in by_name.items() if records[0]["steps"] > 1
     }  # one step shows no course
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.4) if len(by_name) > 10 else (12, 3.4))
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.4) if len(by_name) <= FEW_RUNS else (15, 4.4))
     over_rank, over_accuracy, together = axes
     every_rank, every_accuracy = [], []
     for number, (name, records) in enumerate(by_name.items()):
@@ -564,7 +565,7 @@ def colour(number: int, total: int):
 
 def name_runs(axes, total: int) -> None:
     """A legend inside the first plot, or beside the last where it would hide the curves."""
-    if total <= 10:
+    if total <= FEW_RUNS:
         axes[0].legend(fontsize=7)
         return
     handles, names = axes[0].get_legend_handles_labels()
@@ -578,7 +579,7 @@ def pearson(left: list[float], right: list[float]) -> float | None:
 
 
 def save_layers(path: Path, by_name: dict[str, list[dict]]) -> None:
-    figure, axes = pyplot.subplots(1, 2, figsize=(11.4, 4.4) if len(by_name) > 10 else (8.4, 3.4))
+    figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.4) if len(by_name) <= FEW_RUNS else (11.4, 4.4))
     for axis, (metric, title) in zip(axes, (("knn_accuracy", "kNN accuracy"), ("linear_accuracy", "linear accuracy"))):
         for number, (name, records) in enumerate(by_name.items()):
             layers = [each for each in records[0]["evaluation"] if each[0].isdigit()]
