@@ -185,7 +185,9 @@ def test_benchmark_table_is_the_one_in_the_results(name):
     assert shown == benchmark.render(json.loads((ROOT / f"model_cards/results/benchmark_{name}.json").read_text()))
 
 
-@pytest.mark.parametrize("grid", ["cifar100_small_scale", "cifar100_patch8", "cifar100_levers", "cifar100_long", "bundled_decay"])
+@pytest.mark.parametrize(
+    "grid", ["cifar100_small_scale", "cifar100_patch8", "cifar100_levers", "cifar100_long", "bundled_decay"]
+)
 def test_small_scale_table_is_the_one_in_the_results(grid):
     page, folder = (ROOT / "docs/small_scale.md").read_text(), ROOT / "model_cards/results/small_scale"
     shown = re.search(rf"<!-- table {grid} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
