@@ -481,10 +481,13 @@ class Probe:
         self.queries = evaluation_images(some(held_out, options.eval_test_samples), *arguments)
         # One class is like none; a test split whose labels are kept secret has -1.
         self.labelled = label_column is not None and len(self.bank[1].unique()) > 1 and self.queries[1].min() >= 0
+        # Drawn once, and by chance: they may come by class.
+        order = torch.randperm(len(self.queries[0]), generator=torch.Generator().manual_seed(0))
+        self.mixed = order[:SKIP_USE_IMAGES]
         self.noise = torch.stack(
             [
                 torch.from_numpy(sample_generator(0, 0, index).random(math.prod(config.grid_size))).float()
-                for index in range(min(SKIP_USE_IMAGES, len(self.queries[0])))
+                for index in range(len(self.mixed))
             ]
         )
 
@@ -514,10 +517,7 @@ class Probe:
         if self.labelled:
             bank, _ = self.features(encoder, self.bank[0])
             results["knn_accuracy"] = knn_accuracy(bank, self.bank[1], queries, self.queries[1], k=min(20, len(bank)))
-        mixed = torch.randperm(
-            len(self.queries[0]), generator=torch.Generator().manual_seed(0)
-        )  # they may come by class
-        images = self.normalised(self.queries[0][mixed[: len(self.noise)]]).to(self.accelerator.device)
+        images = self.normalised(self.queries[0][self.mixed]).to(self.accelerator.device)
         with self.accelerator.autocast():
             used = skip_use(model, images, self.noise.to(images.device))
         return results | {f"skip_use_{layer}": rise for layer, rise in used.items()}

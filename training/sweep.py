@@ -262,9 +262,8 @@ def report(records: list[dict], options) -> None:
         print(f"tables.md and pictures: {folder}")
         return
     (folder / "tables.md").write_text(tables(by_name))
-    trained = {
-        name: runs for name, runs in by_name.items() if runs[0]["steps"] > 1
-    }  # a network as it starts has no course
+    # A network as it starts, trained for one step at rate 0, has no course.
+    trained = {name: runs for name, runs in by_name.items() if runs[0]["steps"] > 1}
     save_decay(folder / "accuracy_against_decay.png", [record for runs in trained.values() for record in runs])
     save_training(folder / "rank_and_accuracy.png", trained)
     save_layers(folder / "accuracy_by_layer.png", by_name)
@@ -527,9 +526,6 @@ def differing(records: list[dict]) -> set[str]:
 
 def save_training(path: Path, by_name: dict[str, list[dict]]) -> None:
     """Rank and kNN accuracy over training, and how they go together."""
-    by_name = {
-        name: records for name, records in by_name.items() if records[0]["steps"] > 1
-    }  # one step shows no course
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.4) if len(by_name) <= FEW_RUNS else (15, 4.4))
     over_rank, over_accuracy, together = axes
     every_rank, every_accuracy = [], []
