@@ -1,12 +1,11 @@
 """`hf-decayed`: thin commands over the functions of the package."""
 
 import argparse
-import ast
-import difflib
-import json
 import sys
 
 from huggingface_hub.errors import StrictDataclassError
+
+from .command_line import OneLineParser, parse_field
 
 
 ABOUT = """\
@@ -21,13 +20,6 @@ from nothing to a repository on the Hub:
   hf-decayed publish outputs/mae --repo_id user/decayed-mae --dry_run
 
 `hf-decayed COMMAND --help` explains a command, with an example."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line; how a command is used, `--help` says."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,7 +78,7 @@ def add_convert(commands):
         dest="fields",
         action="append",
         default=[],
-        type=field_and_value,
+        type=parse_field,
         metavar="FIELD=VALUE",
         help="config field that shapes cannot tell: heads, image_size, shortcut_decay, norm_pix_loss, ...",
     )
@@ -94,7 +86,7 @@ def add_convert(commands):
 
 
 def run_convert(options) -> str:
-    from .conversion import convert
+    from .hub.conversion import convert
 
     return convert(options.kind, options.checkpoint, options.output, dict(options.fields))
 
@@ -127,7 +119,7 @@ def add_sample(commands):
 
 
 def run_sample(options) -> str:
-    from .sampling import sample
+    from .evaluation.sampling import sample
 
     return sample(**arguments_of(options))
 
@@ -153,7 +145,7 @@ def add_card(commands):
 
 
 def run_card(options) -> str:
-    from .cards import write_card
+    from .hub.cards import write_card
 
     return f"written: {write_card(options.folder, options.repo_id, options.licence, options.overwrite)}"
 
@@ -180,7 +172,7 @@ def add_publish(commands):
 
 
 def run_publish(options) -> str:
-    from .publishing import publish
+    from .hub.publishing import publish
 
     return publish(**arguments_of(options))
 
@@ -188,27 +180,6 @@ def run_publish(options) -> str:
 def arguments_of(options) -> dict:
     """What a command's function takes."""
     return {name: value for name, value in vars(options).items() if name not in ("command", "run")}
-
-
-def field_and_value(text: str) -> tuple[str, object]:
-    """`shortcut_decay=0.6` -> `("shortcut_decay", 0.6)`; values are JSON or Python's, or words as they stand."""
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise argparse.ArgumentTypeError(f"expected FIELD=VALUE, got {text!r}")
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return name, read(value)
-        except (ValueError, SyntaxError):
-            continue
-    return name, value
-
-
-def check_fields(fields: dict, known: set[str]) -> None:
-    """Refuses names that are no config's fields."""
-    for name in fields.keys() - known:
-        nearest = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean '{nearest[0]}'?" if nearest else "."
-        raise ValueError(f"'{name}' is not a field of the config{hint}")
 
 
 if __name__ == "__main__":

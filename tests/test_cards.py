@@ -18,12 +18,12 @@ from hf_decayed import (
     DecayedViTMAEForImageClassification,
     DecayedViTMAEForPreTraining,
 )
-from hf_decayed.cards import shortcuts_text, write_card
 from hf_decayed.cli import main
+from hf_decayed.hub.cards import shortcuts_text, write_card
+from hf_decayed.hub.publishing import PublishingError, check_card
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
-from hf_decayed.publishing import PublishingError, check_card
 
 
 RESULTS = {

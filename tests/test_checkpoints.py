@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hf_decayed.publishing import modules_of, refuse_unfit
+from hf_decayed.hub.publishing import code_modules, validate_staged
 
 
 ROOT = Path(__file__).parents[1]
@@ -84,11 +84,11 @@ def test_a_checkpoint_is_what_a_repository_may_hold(name):
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 15e6
     assert (folder / "LICENSE").exists() and list(folder.rglob("*.safetensors"))
-    for module in modules_of(folder):
+    for module in code_modules(folder):
         assert list(folder.rglob(f"{module}.py"))
     for path in folder.rglob("*.py"):  # who changes the package's code changes these too, or says why not
         assert path.read_text() == OURS[path.name].read_text(), f"{path} is not the package's"
-    refuse_unfit(folder)  # numbers that no results file has, secrets, paths
+    validate_staged(folder)  # numbers that no results file has, secrets, paths
     text = (folder / "README.md").read_text()
     for picture in re.findall(r"!\[.+\]\((.+)\)", text):
         assert (folder / picture).exists()

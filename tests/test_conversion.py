@@ -20,7 +20,7 @@ from hf_decayed import (
     DecayedViTMAEModel,
 )
 from hf_decayed.cli import main
-from hf_decayed.conversion import ConversionError, convert, to_vit_mae
+from hf_decayed.hub.conversion import ConversionError, convert, to_vit_mae
 from hf_decayed.models.modeling_decayed_vit_mae import sincos_positions
 from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel

@@ -12,22 +12,12 @@ from datasets import ClassLabel, Dataset, Features, IterableDataset, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 
-from hf_decayed.data import (
-    Augmentation,
-    DataError,
-    EpochBatches,
-    MiddleOfImages,
-    StreamedImages,
-    TrainingImages,
-    as_pixels,
-    crop_and_resize,
-    crop_boxes,
-    evaluation_images,
-    find_columns,
-    load_splits,
-    resized_middle,
-    sample_generator,
-)
+from hf_decayed.data.datasets import EpochBatchSampler, StreamedImages, TrainingImages, evaluation_images
+from hf_decayed.data.decoding import to_pixels
+from hf_decayed.data.keyed_random import sample_generator
+from hf_decayed.data.sources import find_columns, load_splits
+from hf_decayed.data.transforms import Augmentation, CenterCropProcessor, center_crop, crop_and_resize, crop_boxes
+from hf_decayed.errors import DataError
 
 
 def png(pixels, mode=None, **save):
@@ -126,41 +116,41 @@ def test_a_stream_repeats_itself_exactly(workers):
 
 
 def test_batches_cover_every_epoch_once_and_start_anywhere():
-    batches = list(EpochBatches(10, 3, seed=1, first_step=0, last_step=9))
+    batches = list(EpochBatchSampler(10, 3, seed=1, first_step=0, last_step=9))
     for epoch in range(3):
         indices = [index for batch in batches[3 * epoch : 3 * epoch + 3] for _, index in batch]
         assert len(set(indices)) == 9 and all(key[0] == epoch for key in batches[3 * epoch])
     assert batches[0] != batches[3]
-    assert list(EpochBatches(10, 3, seed=1, first_step=4, last_step=9)) == batches[4:]
-    whole = list(EpochBatches(11, 4, seed=1, first_step=1, last_step=6))
-    parts = list(EpochBatches(11, 4, seed=1, first_step=1, last_step=6, parts=2))
-    assert len(parts) == len(EpochBatches(11, 4, 1, 1, 6, parts=2)) == 10
+    assert list(EpochBatchSampler(10, 3, seed=1, first_step=4, last_step=9)) == batches[4:]
+    whole = list(EpochBatchSampler(11, 4, seed=1, first_step=1, last_step=6))
+    parts = list(EpochBatchSampler(11, 4, seed=1, first_step=1, last_step=6, parts=2))
+    assert len(parts) == len(EpochBatchSampler(11, 4, 1, 1, 6, parts=2)) == 10
     assert [first + second for first, second in zip(parts[::2], parts[1::2])] == whole
     with pytest.raises(DataError, match="batch of 11 images needs as many; there are 10"):
-        EpochBatches(10, 11, 0, 0, 1)
+        EpochBatchSampler(10, 11, 0, 0, 1)
 
 
 def test_every_kind_of_image():
     grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
     colour = np.stack([grey, 2 * grey, 3 * grey], -1)
-    assert np.array_equal(as_pixels(Image.fromarray(grey), 3), np.stack([grey] * 3, -1))
-    assert np.array_equal(as_pixels(Image.fromarray(colour), 3), colour)
-    assert as_pixels(Image.fromarray(colour), 1).shape == (8, 8, 1)
+    assert np.array_equal(to_pixels(Image.fromarray(grey), 3), np.stack([grey] * 3, -1))
+    assert np.array_equal(to_pixels(Image.fromarray(colour), 3), colour)
+    assert to_pixels(Image.fromarray(colour), 1).shape == (8, 8, 1)
     see_through = np.concatenate([colour, np.zeros((8, 8, 1), np.uint8)], -1)
-    assert (as_pixels(Image.fromarray(see_through), 3) == 255).all()  # transparent is white
+    assert (to_pixels(Image.fromarray(see_through), 3) == 255).all()  # transparent is white
     palette = Image.fromarray(colour).convert("P")
-    assert as_pixels(palette, 3).shape == (8, 8, 3)
-    assert as_pixels(Image.fromarray(colour).convert("CMYK"), 3).shape == (8, 8, 3)
+    assert to_pixels(palette, 3).shape == (8, 8, 3)
+    assert to_pixels(Image.fromarray(colour).convert("CMYK"), 3).shape == (8, 8, 3)
     deep = Image.fromarray(grey.astype(np.uint16) * 1000)
-    assert np.abs(as_pixels(deep, 1)[..., 0].astype(int) - (grey.astype(int) * 1000) // 257).max() <= 1
-    assert as_pixels(Image.fromarray(grey > 31), 1).max() == 255  # one bit
+    assert np.abs(to_pixels(deep, 1)[..., 0].astype(int) - (grey.astype(int) * 1000) // 257).max() <= 1
+    assert to_pixels(Image.fromarray(grey > 31), 1).max() == 255  # one bit
     buffer = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera lay on its side
     Image.fromarray(np.zeros((10, 20, 3), np.uint8)).save(buffer, "JPEG", exif=exif)
-    assert as_pixels(Image.open(buffer), 3).shape == (20, 10, 3)
+    assert to_pixels(Image.open(buffer), 3).shape == (20, 10, 3)
     with pytest.raises(DataError, match="1 or 3 channels; the model wants 4"):
-        as_pixels(Image.fromarray(colour), 4)
+        to_pixels(Image.fromarray(colour), 4)
 
 
 def test_bad_images_stop_or_are_counted():
@@ -269,8 +259,8 @@ def test_the_middle_is_the_same_for_training_and_for_judging():
         keys = [(0, 0), (0, 1)]
         at_once = augmentation.batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), keys)["pixel_values"]
         one_by_one = augmentation.each(list(pixels), keys)["pixel_values"]
-        judged = MiddleOfImages(*size, signed=True)([Image.fromarray(each) for each in pixels])["pixel_values"]
+        judged = CenterCropProcessor(*size, signed=True)([Image.fromarray(each) for each in pixels])["pixel_values"]
         torch.testing.assert_close(judged, one_by_one)
         torch.testing.assert_close(judged, at_once, atol=3 / 127.5, rtol=0)  # Pillow rounds between its passes
-    assert np.array_equal(resized_middle(pixels[0], (40, 40)), pixels[0, :, 10:50])
-    assert np.array_equal(resized_middle(pixels[0], (20, 60)), pixels[0, 10:30])
+    assert np.array_equal(center_crop(pixels[0], (40, 40)), pixels[0, :, 10:50])
+    assert np.array_equal(center_crop(pixels[0], (20, 60)), pixels[0, 10:30])

@@ -21,9 +21,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import CLIPImageProcessorPil
 
-from hf_decayed.data import Augmentation, DiffusionImages, load_splits, sample_generator
-from hf_decayed.evaluation.features import ImagesInOrder
-from hf_decayed.latents import KeptLatents, keep_latents, latent_images
+from hf_decayed.data.datasets import DiffusionImages, EvaluationDataset
+from hf_decayed.data.keyed_random import sample_generator
+from hf_decayed.data.latents import CachedLatents, cache_latents, latent_images
+from hf_decayed.data.sources import load_splits
+from hf_decayed.data.transforms import Augmentation
 
 
 SMALL = ["--set", "hidden_size=32", "--set", "num_layers=2", "--set", "patch_size=7", "--batch_size", 16]
@@ -121,17 +123,17 @@ def test_latents_are_encoded_once(tmp_path):
         image_mean=[0.5],
         image_std=[0.5],
     )
-    images = ImagesInOrder(train, "image", "label", processor, 1)
+    images = EvaluationDataset(train, "image", "label", processor, 1)
     settings = {"accelerator": Accelerator(cpu=True), "batch_size": 2, "shard_size": 4}
-    shards = keep_latents(vae, images, tmp_path, {"data": "ten"}, **settings)
+    shards = cache_latents(vae, images, tmp_path, {"data": "ten"}, **settings)
     before = [shard.stat().st_mtime_ns for shard in shards]
     assert len(shards) == 3
     shards[1].write_bytes(shards[1].read_bytes()[:-100])  # as a killed process may leave it
-    again = keep_latents(vae, images, tmp_path, {"data": "ten"}, **settings)
+    again = cache_latents(vae, images, tmp_path, {"data": "ten"}, **settings)
     after = [shard.stat().st_mtime_ns for shard in again]
     assert [old == new for old, new in zip(before, after)] == [True, False, True]
-    kept = KeptLatents(again, 0, seed=0, scale=1.0, shift=0.0, flip=False)
-    whole = KeptLatents(again, 2**30, seed=0, scale=1.0, shift=0.0, flip=False)
+    kept = CachedLatents(again, 0, seed=0, scale=1.0, shift=0.0, flip=False)
+    whole = CachedLatents(again, 2**30, seed=0, scale=1.0, shift=0.0, flip=False)
     keys = [(0, index) for index in range(10)]
     assert torch.equal(kept.__getitems__(keys)["pixel_values"], whole.__getitems__(keys)["pixel_values"])
 

@@ -29,7 +29,7 @@ from hf_decayed.evaluation import (
     knn_accuracy,
     linear_probe,
     precision_recall,
-    skip_use,
+    skip_ablation,
 )
 from hf_decayed.evaluation.generation import inception_score, scores
 from hf_decayed.evaluation.knn import top_of_row
@@ -203,7 +203,7 @@ def test_use_of_skips(skips, layers):
     for index, skip in enumerate(model.decoder.skips):
         torch.nn.init.normal_(skip.output_projection.weight, std=0.0 if index == 1 else 2.0)
     images, noise = torch.randn(10, 3, 16, 16).double(), torch.rand(10, 16)
-    used = skip_use(model, images, noise, batch_size=10)
+    used = skip_ablation(model, images, noise, batch_size=10)
     assert list(used) == layers
     assert used[layers[1]] == 0.0  # the decoder cannot tell
     with torch.no_grad():
@@ -220,15 +220,15 @@ def test_use_of_skips(skips, layers):
             expected = (error * whole.mask).sum() / whole.mask.sum() - whole.loss
             assert used[layer] == pytest.approx(expected.item(), abs=1e-9)
             assert index == 1 or abs(used[layer]) > 1e-6
-    assert skip_use(model, images, noise, batch_size=10)[layers[0]] == used[layers[0]]  # nothing stays behind
+    assert skip_ablation(model, images, noise, batch_size=10)[layers[0]] == used[layers[0]]  # nothing stays behind
     # Batches of equal size, each with its own means.
-    halves = [skip_use(model, images[half], noise[half]) for half in (slice(0, 5), slice(5, 10))]
-    together = skip_use(model, images, noise, batch_size=9)
+    halves = [skip_ablation(model, images[half], noise[half]) for half in (slice(0, 5), slice(5, 10))]
+    together = skip_ablation(model, images, noise, batch_size=9)
     assert together[layers[0]] == pytest.approx((halves[0][layers[0]] + halves[1][layers[0]]) / 2, abs=1e-9)
     with pytest.raises(ValueError, match="10 images need as many rows of noise, got 9"):
-        skip_use(model, images, noise[:9])
+        skip_ablation(model, images, noise[:9])
     plain = hf_decayed.DecayedViTMAEConfig.plain("small", num_hidden_layers=1, decoder_num_hidden_layers=1)
-    assert skip_use(hf_decayed.DecayedViTMAEForPreTraining(plain), images, noise) == {}
+    assert skip_ablation(hf_decayed.DecayedViTMAEForPreTraining(plain), images, noise) == {}
 
 
 def two_sets(number=300, dim=6):

@@ -29,16 +29,12 @@ from transformers import (
 )
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
-from hf_decayed.data import DataError
-from hf_decayed.evaluation.features import (
-    ImagesInOrder,
-    diffusion_encoder,
-    extract_features,
-    fingerprint,
-    transformer_encoder,
-)
+from hf_decayed.data.datasets import EvaluationDataset
+from hf_decayed.errors import DataError
+from hf_decayed.evaluation.features import diffusion_encoder, extract_features, transformer_encoder
 from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
+from hf_decayed.provenance import model_fingerprint
 
 
 SIDE = TINY_SIZES["image_size"]
@@ -56,7 +52,7 @@ def pictures(number=10, bad=()):
 
 
 def in_order(**options):
-    return ImagesInOrder(pictures(bad=options.pop("bad", ())), "image", "label", PROCESSOR, **options)
+    return EvaluationDataset(pictures(bad=options.pop("bad", ())), "image", "label", PROCESSOR, **options)
 
 
 def decayed_model():
@@ -208,12 +204,12 @@ def test_a_fingerprint_is_of_weights_and_config(tmp_path):
     model = decayed_model()
     model.save_pretrained(tmp_path)
     loaded = DecayedViTMAEModel.from_pretrained(tmp_path)
-    assert fingerprint(loaded) == fingerprint(model)
+    assert model_fingerprint(loaded) == model_fingerprint(model)
     loaded.config.shortcut_decay = 0.7
-    assert fingerprint(loaded) != fingerprint(model)
+    assert model_fingerprint(loaded) != model_fingerprint(model)
     with torch.no_grad():
         model.embeddings.cls_token += 1
-    assert fingerprint(model) != fingerprint(DecayedViTMAEModel.from_pretrained(tmp_path))
+    assert model_fingerprint(model) != model_fingerprint(DecayedViTMAEModel.from_pretrained(tmp_path))
 
 
 evaluate = partial(run_script, "evaluate.py")

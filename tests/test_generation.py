@@ -20,8 +20,11 @@ from diffusers import (
 from PIL import Image
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
-from hf_decayed.data import DataError, MiddleOfImages, load_splits
-from hf_decayed.evaluation.features import ImagesInOrder, extract_features
+from hf_decayed.data.datasets import EvaluationDataset
+from hf_decayed.data.sources import load_splits
+from hf_decayed.data.transforms import CenterCropProcessor
+from hf_decayed.errors import DataError
+from hf_decayed.evaluation.features import extract_features
 from hf_decayed.evaluation.generation import (
     SampledImages,
     image_features,
@@ -29,11 +32,11 @@ from hf_decayed.evaluation.generation import (
     pixel_features,
     scores,
 )
+from hf_decayed.evaluation.sampling import sample
 from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 from hf_decayed.pipelines.pipeline_decayed_sit import DecayedSiTPipeline
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
-from hf_decayed.sampling import sample
 
 
 @pytest.fixture
@@ -109,7 +112,7 @@ def test_real_images_come_as_samples_do(tmp_path):
         as_samples = extract_features(
             encode, SampledImages(tmp_path / "samples.npz"), tmp_path / "a", {"by": identity}
         )
-        real = ImagesInOrder(train, "image", None, MiddleOfImages(28, 28), 1)
+        real = EvaluationDataset(train, "image", None, CenterCropProcessor(28, 28), 1)
         as_real = extract_features(encode, real, tmp_path / "b", {"by": identity})
         torch.testing.assert_close(as_samples["features"], as_real["features"], atol=1e-5, rtol=1e-5)
         assert scores(as_real, as_samples, ["frechet"], name="pixels", bootstraps=2)["frechet_pixels"] < 1e-6

@@ -24,8 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoImageProcessor, AutoModel, AutoModelForPreTraining, ViTMAEConfig, ViTMAEForPreTraining
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
-from hf_decayed.data import load_splits
-from hf_decayed.optimization import lower_shortcuts
+from hf_decayed.data.sources import load_splits
+from hf_decayed.run.optimization import set_shortcut_progress
 
 
 ROOT = Path(__file__).parents[1]
@@ -168,11 +168,11 @@ def test_shortcuts_on_their_way_down(decay):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     encoder = DecayedViTMAEModel(DecayedViTMAEConfig(shortcut_decay=decay, image_size=16, patch_size=4, **sizes))
     alphas = encoder.config.shortcut_alphas()
-    lower_shortcuts(encoder.layers, alphas, 0.0)
+    set_shortcut_progress(encoder.layers, alphas, 0.0)
     assert encoder.shortcut_alphas() == [(1.0, 1.0)] * len(alphas)
-    lower_shortcuts(encoder.layers, alphas, 0.5)
+    set_shortcut_progress(encoder.layers, alphas, 0.5)
     assert encoder.shortcut_alphas()[-1][1] == pytest.approx((1 + alphas[-1][1]) / 2)
-    lower_shortcuts(encoder.layers, alphas, 1.0)
+    set_shortcut_progress(encoder.layers, alphas, 1.0)
     assert encoder.shortcut_alphas() == alphas  # to the bit
 
 

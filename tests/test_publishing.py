@@ -13,13 +13,14 @@ from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler
 from huggingface_hub import HfApi
 from loopback_hub import COMMIT, serve
 
-from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, publishing
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
 from hf_decayed.cli import main
+from hf_decayed.evaluation.sampling import load_pipeline
+from hf_decayed.hub import publishing
+from hf_decayed.hub.publishing import PublishingError, check_evaluations, prove, publish, stage, validate_staged
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
-from hf_decayed.publishing import PublishingError, check_origin, prove, publish, refuse_unfit, stage
-from hf_decayed.runs import versions
-from hf_decayed.sampling import load_pipeline
+from hf_decayed.provenance import versions
 
 
 CARD = """---
@@ -231,7 +232,7 @@ def test_refused(name, content, sentence, tmp_path):
     (folder / name).write_text(content, encoding="latin-1")
     with pytest.raises(PublishingError, match=sentence.replace("(", ".").replace(")", ".")):
         stage(folder, tmp_path / "staged")
-        refuse_unfit(tmp_path / "staged")
+        validate_staged(tmp_path / "staged")
 
 
 def test_evaluations_of_another_model_are_found_out(tmp_path):
@@ -239,11 +240,11 @@ def test_evaluations_of_another_model_are_found_out(tmp_path):
     (tmp_path / "results").mkdir()
     record = {"model_fingerprint": "0123", "protocol": {"dtype": "float32"}, "versions": versions()}
     (tmp_path / "results" / "features.json").write_text(json.dumps(record))
-    check_origin(tmp_path, "0123")
+    check_evaluations(tmp_path, "0123")
     with pytest.raises(PublishingError, match="'results/features.json' was measured on another model"):
-        check_origin(tmp_path, "4567")
+        check_evaluations(tmp_path, "4567")
     (tmp_path / "results" / "features.json").write_text(json.dumps({**record, "versions": {}}))
-    check_origin(tmp_path, "4567")  # in other words, perhaps
+    check_evaluations(tmp_path, "4567")  # in other words, perhaps
 
 
 @pytest.mark.slow
@@ -290,5 +291,5 @@ def test_where_a_part_came_from_stays_here(load, tmp_path):
     (tmp_path / "again" / "README.md").write_text(CARD)
     (tmp_path / "again" / "results.json").write_text((folder / "results.json").read_text())
     stage(tmp_path / "again", tmp_path / "staged")
-    refuse_unfit(tmp_path / "staged")
+    validate_staged(tmp_path / "staged")
     assert str(tmp_path) in config.read_text()  # of the source nothing is changed

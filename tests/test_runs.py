@@ -9,9 +9,11 @@ import torch
 from diffusers.training_utils import EMAModel
 from torch.optim.swa_utils import AveragedModel
 
-from hf_decayed.data import DataError
-from hf_decayed.optimization import scale_is_sought, warmed_average
-from hf_decayed.runs import MetricsFile, flags_without_paths, identity_of, one_sentence, refuse_another_run
+from hf_decayed.errors import DataError, format_error
+from hf_decayed.provenance import sanitized_command
+from hf_decayed.run.optimization import ema_with_warmup, is_scaler_warmup
+from hf_decayed.run.records import MetricsFile
+from hf_decayed.run.run import check_signature, run_signature
 
 
 def test_commands_keep_repositories_and_lose_paths(monkeypatch, tmp_path):
@@ -25,7 +27,7 @@ def test_commands_keep_repositories_and_lose_paths(monkeypatch, tmp_path):
     ]
     words += ["--output_dir", "outputs/mae", "--vae", "~/models/vae", "--set", "decoder_input=latent"]
     monkeypatch.setattr("sys.argv", words)
-    assert flags_without_paths() == [
+    assert sanitized_command() == [
         *("--dataset_name", "uoft-cs/cifar100", "--dataset_path=data", "--init_from", "model"),
         *("--output_dir", "outputs/mae", "--vae", "vae", "--set", "decoder_input=latent"),
     ]
@@ -42,18 +44,18 @@ class Broken(torch.utils.data.Dataset):
 def test_an_error_in_a_worker_is_one_sentence_too():
     with pytest.raises(DataError) as raised:
         next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))
-    assert one_sentence(raised.value) == "The image 'cat.png' cannot be decoded."
-    assert one_sentence(ValueError("two\n lines")) == "two lines"
+    assert format_error(raised.value) == "The image 'cat.png' cannot be decoded."
+    assert format_error(ValueError("two\n lines")) == "two lines"
 
 
 def test_another_run_is_refused():
     options = argparse.Namespace(seed=0, fields={"shortcut_decay": 0.6}, crop_scale=(0.2, 1.0), output_dir="a")
-    state = {"identity": identity_of(options, dataset="x")}
+    state = {"identity": run_signature(options, dataset="x")}
     options.output_dir = "b"
-    refuse_another_run("step-1", state, identity_of(options, dataset="x"))
+    check_signature("step-1", state, run_signature(options, dataset="x"))
     options.fields = {"shortcut_decay": 0.8}
     with pytest.raises(DataError, match="'step-1' belongs to another run .fields .*0.6.* -> .*0.8.*: resume with"):
-        refuse_another_run("step-1", state, identity_of(options, dataset="x"))
+        check_signature("step-1", state, run_signature(options, dataset="x"))
 
 
 def test_metrics_survive_a_kill_and_skipped_steps(tmp_path):
@@ -73,9 +75,9 @@ def test_a_scaler_that_seeks_its_scale_loses_no_steps():
     """fp16: the scale grows until gradients overflow, again and again; that is no step without a finite loss."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.ones(1))  # it makes its scale when it is first used
-    assert scale_is_sought(scaler, 0.5) and not scale_is_sought(scaler, math.nan) and not scale_is_sought(None, 0.5)
+    assert is_scaler_warmup(scaler, 0.5) and not is_scaler_warmup(scaler, math.nan) and not is_scaler_warmup(None, 0.5)
     scaler.update(new_scale=0.5)
-    assert not scale_is_sought(scaler, 0.5)
+    assert not is_scaler_warmup(scaler, 0.5)
 
 
 def test_an_average_forgets_its_first_weights():
@@ -83,7 +85,7 @@ def test_an_average_forgets_its_first_weights():
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 0.0)
     average, theirs = (
-        AveragedModel(model, multi_avg_fn=warmed_average(0.999)),
+        AveragedModel(model, multi_avg_fn=ema_with_warmup(0.999)),
         EMAModel(model.parameters(), decay=0.999),
     )
     for step in range(200):

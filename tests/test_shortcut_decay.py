@@ -12,7 +12,7 @@ from hf_decayed.models.shortcut_decay import (
     layer_shortcut_factors,
     suggest_shortcut_decay,
 )
-from hf_decayed.pictures import save_schedules
+from hf_decayed.plots import save_schedules
 
 
 RESULTS = Path(__file__).parents[1] / "model_cards" / "results"

@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForImageClassification, DecayedViTMAEForPreTraining
-from hf_decayed.augmentation import OPERATIONS, mixup_cutmix, operate, rand_augment, random_erasing
-from hf_decayed.data import Augmentation, load_splits
-from hf_decayed.optimization import layerwise_groups
+from hf_decayed.data.augmentation import OPERATIONS, apply_operation, mixup_cutmix, rand_augment, random_erasing
+from hf_decayed.data.sources import load_splits
+from hf_decayed.data.transforms import Augmentation
+from hf_decayed.run.optimization import layerwise_groups
 
 
 SMALL_FINETUNE = ["--max_train_samples", 240, "--max_eval_samples", 200, "--batch_size", 24, "--num_train_epochs", 2]
@@ -87,7 +88,7 @@ def test_every_operation_of_rand_augment(mode):
     image = Image.fromarray(pixels).convert(mode)
 
     def change(name, strength, sign=1):
-        after = operate(image, name, strength, sign * strength, fill=128 if mode == "L" else (10, 128, 250))
+        after = apply_operation(image, name, strength, sign * strength, fill=128 if mode == "L" else (10, 128, 250))
         assert (after.size, after.mode) == (image.size, mode)
         return np.abs(np.asarray(after, dtype=float) - np.asarray(image, dtype=float)).mean()
 
@@ -99,7 +100,7 @@ def test_every_operation_of_rand_augment(mode):
                 assert change(name, 0.9) >= change(name, 0.4), name
     for name in ("rotate", "translate_x", "shear_y", "brightness"):
         assert change(name, 0.9, -1) > 1
-    moved = np.asarray(operate(image, "translate_y", 1.0, 1.0, fill=7 if mode == "L" else (7, 7, 7)))
+    moved = np.asarray(apply_operation(image, "translate_y", 1.0, 1.0, fill=7 if mode == "L" else (7, 7, 7)))
     by = round(0.45 * image.height)
     assert (moved[-by + 1 :] == 7).all() and not (moved[:-by] == 7).all()
 

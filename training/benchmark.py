@@ -45,16 +45,18 @@ from tqdm.auto import tqdm
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, DecayedViTMAEModel
-from hf_decayed.data import Augmentation, EpochBatches, TrainingImages, crop_boxes, load_splits
+from hf_decayed.data.datasets import EpochBatchSampler, EvaluationDataset, TrainingImages
+from hf_decayed.data.latents import latent_images
+from hf_decayed.data.sources import load_splits
+from hf_decayed.data.transforms import Augmentation, crop_boxes
 from hf_decayed.evaluation import effective_rank, knn_accuracy
-from hf_decayed.evaluation.features import ImagesInOrder, extract_features, transformer_encoder
-from hf_decayed.latents import latent_images
+from hf_decayed.evaluation.features import extract_features, transformer_encoder
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor, select_rows
 from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
-from hf_decayed.runs import flags_without_paths, versions
+from hf_decayed.provenance import sanitized_command, versions
 
 
 try:
@@ -142,7 +144,7 @@ def main():
     benchmarks = {"models": benchmark_models, "data": benchmark_data, "training": benchmark_training}
     benchmark = {**benchmarks, "eval": benchmark_eval, "diffusion": benchmark_diffusion}[arguments.command]
     results = {
-        "command": " ".join(["python", "training/benchmark.py", *flags_without_paths()]),
+        "command": " ".join(["python", "training/benchmark.py", *sanitized_command()]),
         "machine": f"{platform.machine()} {arguments.device}, {arguments.threads} thread(s)",
         "dtype": arguments.dtype,
         "versions": versions(),
@@ -222,7 +224,7 @@ def real_against_synthetic(size, dataset, column, title, arguments, **options) -
         seed=0,
     )
     images = TrainingImages(dataset, column, augmentation, **options)
-    batches = EpochBatches(len(images), batch_size, 0, 0, 10**9)
+    batches = EpochBatchSampler(len(images), batch_size, 0, 0, 10**9)
     loader = iter(torch.utils.data.DataLoader(images, batch_sampler=batches, collate_fn=lambda batch: batch))
     synthetic = next(loader)
 
@@ -406,7 +408,7 @@ def extraction(size: str, dataset: Dataset, num_channels: int, what: str, argume
     """Features with everything round them (reading, decoding, processor, shards) against the forward passes in it."""
     config = DecayedViTMAEConfig(**SIZES[size]["fields"], num_channels=num_channels)
     model = DecayedViTMAEModel(config).to(arguments.device)
-    images = ImagesInOrder(dataset, "image", None, image_processor(config), num_channels=num_channels)
+    images = EvaluationDataset(dataset, "image", None, image_processor(config), num_channels=num_channels)
     encode = transformer_encoder(model, ["last.mean"])
     seconds = []
 

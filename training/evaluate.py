@@ -30,29 +30,19 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 import hf_decayed  # noqa: F401, registers our classes with AutoModel
-from hf_decayed.cards import as_text, protocol_text, table
-from hf_decayed.data import DataError, MiddleOfImages, hold_out, some
+from hf_decayed.data.datasets import EvaluationDataset
+from hf_decayed.data.latents import latent_scaling, vae_scale_factor
+from hf_decayed.data.sources import split_validation, take_subset
+from hf_decayed.data.transforms import CenterCropProcessor
+from hf_decayed.errors import DataError, explain_loading_errors, format_error
 from hf_decayed.evaluation import PROTOCOLS, effective_rank, generation, knn_accuracy, linear_probe
-from hf_decayed.evaluation.features import (
-    ImagesInOrder,
-    diffusion_encoder,
-    extract_features,
-    fingerprint,
-    transformer_encoder,
-)
-from hf_decayed.latents import latent_scaling, shrinks_by
-from hf_decayed.pictures import save_heat_maps
-from hf_decayed.runs import (
-    add_data_arguments,
-    boolean,
-    flags_without_paths,
-    load_images,
-    loading,
-    one_sentence,
-    share_cores,
-    versions,
-)
-from hf_decayed.sampling import fingerprint_of, load_pipeline, public, sample
+from hf_decayed.evaluation.features import diffusion_encoder, extract_features, transformer_encoder
+from hf_decayed.evaluation.sampling import load_pipeline, sample
+from hf_decayed.evaluation.tables import format_metric, markdown_table, protocol_text
+from hf_decayed.plots import save_heat_maps
+from hf_decayed.provenance import model_fingerprint, pipeline_fingerprint, public_config, sanitized_command, versions
+from hf_decayed.run.arguments import add_data_arguments, boolean, load_images
+from hf_decayed.run.run import set_cpu_threads
 
 
 METRICS = ("knn", "linear", "rank")
@@ -161,7 +151,7 @@ def main(arguments=None):
     options = parse_arguments(arguments)
     started = time.time()
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-    share_cores(accelerator, options.cpu_threads)
+    set_cpu_threads(accelerator, options.cpu_threads)
     judge = {"encoder": judge_encoder, "pipeline": judge_pipeline, "samples": judge_samples}[options.kind]
     results = judge(options, accelerator)
     if not accelerator.is_main_process:
@@ -172,7 +162,7 @@ def main(arguments=None):
         **results,
         "protocol_hash": hash_of(results["protocol"]),
         "seconds": round(time.time() - started, 1),
-        "command": " ".join(["python", "training/evaluate.py", *flags_without_paths()]),
+        "command": " ".join(["python", "training/evaluate.py", *sanitized_command()]),
         "versions": versions(),
     }
     output = options.output
@@ -192,7 +182,7 @@ def main(arguments=None):
 
 def judge_encoder(options, accelerator) -> dict:
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    with loading(options.model):
+    with explain_loading_errors(options.model):
         model = AutoModel.from_pretrained(options.model, dtype=getattr(torch, options.dtype), **origin)
         processor = AutoImageProcessor.from_pretrained(options.model, **origin)
     own_pooling = getattr(model.config, "pooling", "mean")
@@ -208,7 +198,7 @@ def judge_encoder(options, accelerator) -> dict:
         names,
         processor,
         getattr(model.config, "num_channels", 3),
-        {"model": fingerprint(model), "features": names},
+        {"model": model_fingerprint(model), "features": names},
         "whole images, as the model's processor prepares them",
         options,
         accelerator,
@@ -221,8 +211,11 @@ def judge_features(encode, names, processor, channels, identity, preparation, op
     if label_column is None and set(options.metrics) & {"knn", "linear"}:
         raise DataError("kNN and probes need labels, and there is no label column: use --metrics rank, or name one.")
     if held_out is None:
-        held_out, train = hold_out(train, len(train) // 10)
-    splits = {"train": some(train, options.max_train_samples), "test": some(held_out, options.max_eval_samples)}
+        held_out, train = split_validation(train, len(train) // 10)
+    splits = {
+        "train": take_subset(train, options.max_train_samples),
+        "test": take_subset(held_out, options.max_eval_samples),
+    }
     identity = {
         **identity,
         "pixels": options.pixels,
@@ -231,7 +224,7 @@ def judge_features(encode, names, processor, channels, identity, preparation, op
     }
     features = {}
     for split, rows in splits.items():
-        images = ImagesInOrder(rows, image_column, label_column, processor, channels, options.on_bad_image)
+        images = EvaluationDataset(rows, image_column, label_column, processor, channels, options.on_bad_image)
         features[split] = extract_features(
             with_pixels(encode, options.pixels),
             images,
@@ -307,8 +300,8 @@ def judge_pipeline(options, accelerator) -> dict:
         "seed": options.seed,
         "batch_size": options.batch_size,
     }
-    network = fingerprint_of(pipeline)
-    scheduler = public(pipeline.scheduler.config)
+    network = pipeline_fingerprint(pipeline)
+    scheduler = public_config(pipeline.scheduler.config)
     folder = options.samples_dir / f"{Path(options.model).name}-{hash_of([network, scheduler, settings])[:8]}"
     sample(pipeline, folder, **settings, accelerator=accelerator)
     named = f"{options.num_samples} samples, {options.num_inference_steps} steps, guidance {options.guidance_scale:g}"
@@ -352,15 +345,15 @@ def judge_blocks(pipeline, options, accelerator) -> dict:
         return encode(pixel_values, places)
 
     names = [f"{block}@{level:g}" for block in blocks for level in levels]
-    scheduler = public(pipeline.scheduler.config)
+    scheduler = public_config(pipeline.scheduler.config)
     flows = hasattr(network, "time_of_noise_level")
     counted = "share of the way from data (0) to noise (1)" if flows else "share of the timesteps (0 data, 1 noise)"
     results = judge_features(
         encode_latents,
         names,
-        MiddleOfImages(height, width, signed=True),
+        CenterCropProcessor(height, width, signed=True),
         channels,
-        {"model": fingerprint_of(pipeline), "scheduler": scheduler, "features": names, "seed": options.seed},
+        {"model": pipeline_fingerprint(pipeline), "scheduler": scheduler, "features": names, "seed": options.seed},
         f"<block>@<noise level>, a {counted}: the mean of a block's patches, without a class; the middle of each image",
         options,
         accelerator,
@@ -388,7 +381,7 @@ def image_shape(network, vae) -> tuple[int, int, int]:
     height, width = (size, size) if isinstance(size, int) else size
     if vae is None:
         return network.config.in_channels, height, width
-    return vae.config.in_channels, height * shrinks_by(vae), width * shrinks_by(vae)
+    return vae.config.in_channels, height * vae_scale_factor(vae), width * vae_scale_factor(vae)
 
 
 def judge_samples(options, accelerator) -> dict:
@@ -400,7 +393,7 @@ def judge_images(samples, named: str, options, accelerator) -> dict:
     """Distances between samples and the training images; and between as many held-out ones and these, for a scale."""
     encode, network = generation.image_features(options.feature_net, accelerator.device, options.feature_net_revision)
     channels, height, width = samples.shape
-    middle = MiddleOfImages(height, width)
+    middle = CenterCropProcessor(height, width)
 
     def features_of(images, identity, description):
         return extract_features(
@@ -424,11 +417,11 @@ def judge_images(samples, named: str, options, accelerator) -> dict:
         dataset_name, prepared = Path(options.reference).name, "as they lie"
     else:
         train, held_out, dataset_name, image_column, _ = load_images(options, accelerator)
-        splits = {"train": some(train, options.max_train_samples)}
+        splits = {"train": take_subset(train, options.max_train_samples)}
         if held_out is not None:
-            splits["held-out"] = some(held_out, min(len(samples), options.max_eval_samples or len(held_out)))
+            splits["held-out"] = take_subset(held_out, min(len(samples), options.max_eval_samples or len(held_out)))
         for split, rows in splits.items():
-            images = ImagesInOrder(rows, image_column, None, middle, channels, options.on_bad_image)
+            images = EvaluationDataset(rows, image_column, None, middle, channels, options.on_bad_image)
             identity = [rows._fingerprint, image_column, channels, middle.to_json_string()]
             others[split] = features_of(images, identity, f"features of {split} images")
         real = others.pop("train")
@@ -470,23 +463,23 @@ def judge_images(samples, named: str, options, accelerator) -> dict:
 
 def tables(results: dict) -> list[str]:
     if "grid" not in results:
-        return [table(results["rows"])]
+        return [markdown_table(results["rows"])]
     grid, lines = results["grid"], []
     for metric, cells in grid["cells"].items():
         lines += [f"{metric}, by block and noise level", ""]
         lines += ["| block | " + " | ".join(f"{level:g}" for level in grid["noise_levels"]) + " |"]
         lines += ["|---" * (1 + len(grid["noise_levels"])) + "|"]
         lines += [
-            f"| {block} | " + " | ".join(as_text(metric, value) for value in row) + " |"
+            f"| {block} | " + " | ".join(format_metric(metric, value) for value in row) + " |"
             for block, row in zip(grid["blocks"], cells)
         ]
         best = results["best"].get(metric)
         pixels = results["rows"].get("pixels")
         lines += [""]
         if best:
-            lines += [f"best: {best}, {as_text(metric, results['rows'][best][metric])}"]
+            lines += [f"best: {best}, {format_metric(metric, results['rows'][best][metric])}"]
         if pixels:
-            lines += [f"raw pixels: {as_text(metric, pixels[metric])}", ""]
+            lines += [f"raw pixels: {format_metric(metric, pixels[metric])}", ""]
     return lines
 
 
@@ -502,5 +495,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, ValueError, OSError) as error:
-        print(f"evaluate.py: {one_sentence(error)}", file=sys.stderr)
+        print(f"evaluate.py: {format_error(error)}", file=sys.stderr)
         sys.exit(2)

@@ -25,40 +25,21 @@ from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEForImageClassification
-from hf_decayed.augmentation import mixup_cutmix, random_erasing
-from hf_decayed.cards import write_card
-from hf_decayed.checkpoints import save_checkpoint
-from hf_decayed.data import (
-    Augmentation,
-    DataError,
-    EpochBatches,
-    TrainingImages,
-    as_it_is,
-    evaluation_images,
-)
-from hf_decayed.evaluation.features import fingerprint
+from hf_decayed.data.augmentation import mixup_cutmix, random_erasing
+from hf_decayed.data.datasets import EpochBatchSampler, TrainingImages, evaluation_images, identity_collate
+from hf_decayed.data.transforms import Augmentation
+from hf_decayed.errors import DataError, explain_loading_errors, format_error
+from hf_decayed.evaluation.linear_probe import warmup_cosine
+from hf_decayed.hub.cards import write_card
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
-from hf_decayed.optimization import layerwise_groups, warmed_average, warmup_cosine
-from hf_decayed.pictures import save_curves
-from hf_decayed.runs import (
-    MetricsFile,
-    StopSignal,
-    add_data_arguments,
-    boolean,
-    flags_without_paths,
-    hardware,
-    identity_of,
-    leave_signals_to_the_parent,
-    load_labelled_images,
-    loading,
-    names_of,
-    one_sentence,
-    parse_with_recipe,
-    resume_or_clear,
-    share_cores,
-    versions,
-)
+from hf_decayed.plots import save_curves
+from hf_decayed.provenance import describe_hardware, model_fingerprint, sanitized_command, versions
+from hf_decayed.run.arguments import add_data_arguments, boolean, list_recipes, load_labelled_images, parse_with_recipe
+from hf_decayed.run.checkpoints import save_checkpoint
+from hf_decayed.run.optimization import ema_with_warmup, layerwise_groups
+from hf_decayed.run.records import MetricsFile
+from hf_decayed.run.run import StopSignal, ignore_signals, prepare_output_dir, run_signature, set_cpu_threads
 
 
 RECIPES = Path(__file__).parent / "recipes" / "finetune"
@@ -67,7 +48,7 @@ RECIPES = Path(__file__).parent / "recipes" / "finetune"
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="folder or repository of a pretrained model")
-    parser.add_argument("--recipe", default="tiny", help=f"one of {names_of(RECIPES)}, or a YAML file")
+    parser.add_argument("--recipe", default="tiny", help=f"one of {list_recipes(RECIPES)}, or a YAML file")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/finetune"))
     parser.add_argument("--seed", type=int, default=0)
 
@@ -129,7 +110,7 @@ def main():
         log_with=None if options.report_to == "none" else options.report_to,
         project_config=ProjectConfiguration(project_dir=str(options.output_dir)),
     )
-    share_cores(accelerator, options.cpu_threads)
+    set_cpu_threads(accelerator, options.cpu_threads)
     set_seed(options.seed)
     say = accelerator.print
     say(
@@ -144,7 +125,7 @@ def main():
     train, held_out, dataset_name, image_column, label_column, class_names = load_labelled_images(options, accelerator)
 
     # Model.
-    with loading(options.model):
+    with explain_loading_errors(options.model):
         model = DecayedViTMAEForImageClassification.from_pretrained(
             options.model,
             dtype=torch.float32,
@@ -157,7 +138,7 @@ def main():
         layer.dropout = DropPath(float(rate))
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    pretrained = fingerprint(model.vit)
+    pretrained = model_fingerprint(model.vit)
     # All processes have made the same model; their drop path differs from here on.
     set_seed(options.seed, device_specific=True)
     processor = image_processor(config)
@@ -199,7 +180,7 @@ def main():
     )
     average = None
     if options.ema_decay:
-        average = AveragedModel(model, multi_avg_fn=warmed_average(options.ema_decay)).to(accelerator.device)
+        average = AveragedModel(model, multi_avg_fn=ema_with_warmup(options.ema_decay)).to(accelerator.device)
         accelerator.register_for_checkpointing(average)
     plain_model = model
     if options.compile:
@@ -208,20 +189,20 @@ def main():
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
-    identity = identity_of(options, model=pretrained, dataset=dataset_name, steps=total_steps)
-    state = resume_or_clear(accelerator, options, identity)
+    identity = run_signature(options, model=pretrained, dataset=dataset_name, steps=total_steps)
+    state = prepare_output_dir(accelerator, options, identity)
     step, skipped, earlier_seconds = (state.get(name, 0) for name in ("step", "skipped", "seconds"))
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
     accelerator.init_trackers("finetune", config={name: str(value) for name, value in vars(options).items()})
-    batches = EpochBatches(len(images), options.batch_size, options.seed, step, total_steps)
+    batches = EpochBatchSampler(len(images), options.batch_size, options.seed, step, total_steps)
     loader = torch.utils.data.DataLoader(
         images,
         batch_sampler=batches,
-        collate_fn=as_it_is,
+        collate_fn=identity_collate,
         num_workers=0 if images.memory is not None else options.num_workers,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),  # its own: starting to iterate must not move the one that drop path draws from
-        worker_init_fn=leave_signals_to_the_parent,
+        worker_init_fn=ignore_signals,
     )
     loader = accelerator.prepare(loader)
     if accelerator.is_main_process:
@@ -329,12 +310,12 @@ def main():
             "images_seen": step * options.batch_size,
             "skipped_steps": skipped,
             "seconds": round(earlier_seconds + time.time() - started, 1),
-            "command": " ".join(["accelerate launch", "training/finetune.py", *flags_without_paths()]),
+            "command": " ".join(["accelerate launch", "training/finetune.py", *sanitized_command()]),
             "dataset": {"name": dataset_name, "fingerprint": images.fingerprint(), "number": len(images)},
             "seed": options.seed,
             "processes": accelerator.num_processes,
             "precision": accelerator.mixed_precision,
-            "hardware": hardware(accelerator),
+            "hardware": describe_hardware(accelerator),
             "versions": versions(),
         }
         final.save_pretrained(options.output_dir)
@@ -380,5 +361,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, ValueError, OSError) as error:
-        print(f"finetune.py: {one_sentence(error)}", file=sys.stderr)
+        print(f"finetune.py: {format_error(error)}", file=sys.stderr)
         sys.exit(2)

@@ -27,35 +27,18 @@ from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, AutoModel
 
 import hf_decayed  # noqa: F401, registers our classes with AutoModel
-from hf_decayed.checkpoints import save_checkpoint
-from hf_decayed.data import (
-    Augmentation,
-    DataError,
-    EpochBatches,
-    TrainingImages,
-    as_it_is,
-    hold_out,
-    some,
-)
+from hf_decayed.data.datasets import EpochBatchSampler, EvaluationDataset, TrainingImages, identity_collate
+from hf_decayed.data.sources import split_validation, take_subset
+from hf_decayed.data.transforms import Augmentation
+from hf_decayed.errors import DataError, explain_loading_errors, format_error
 from hf_decayed.evaluation import PROTOCOLS
-from hf_decayed.evaluation.features import ImagesInOrder, extract_features, fingerprint, transformer_encoder
-from hf_decayed.evaluation.linear_probe import probe_classifier, probe_optimizer, train_probe
-from hf_decayed.optimization import warmup_cosine
-from hf_decayed.runs import (
-    MetricsFile,
-    StopSignal,
-    add_data_arguments,
-    boolean,
-    flags_without_paths,
-    identity_of,
-    leave_signals_to_the_parent,
-    load_images,
-    loading,
-    one_sentence,
-    resume_or_clear,
-    share_cores,
-    versions,
-)
+from hf_decayed.evaluation.features import extract_features, transformer_encoder
+from hf_decayed.evaluation.linear_probe import probe_classifier, probe_optimizer, train_probe, warmup_cosine
+from hf_decayed.provenance import model_fingerprint, sanitized_command, versions
+from hf_decayed.run.arguments import add_data_arguments, boolean, load_images
+from hf_decayed.run.checkpoints import save_checkpoint
+from hf_decayed.run.records import MetricsFile
+from hf_decayed.run.run import StopSignal, ignore_signals, prepare_output_dir, run_signature, set_cpu_threads
 
 
 TRAINED = [name for name, protocol in PROTOCOLS.items() if protocol.optimizer != "ridge"]  # ridge has no steps
@@ -98,33 +81,33 @@ def main():
         cpu=not torch.accelerator.is_available(),
         dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
     )
-    share_cores(accelerator, options.cpu_threads)
+    set_cpu_threads(accelerator, options.cpu_threads)
     set_seed(options.seed)
     given = {name: getattr(options, name) for name in ("augment", "epochs", "batch_size", "learning_rate")}
     protocol = replace(PROTOCOLS[options.protocol], **{name: each for name, each in given.items() if each is not None})
 
     # Model.
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    with loading(options.model):
+    with explain_loading_errors(options.model):
         model = AutoModel.from_pretrained(options.model, dtype=torch.float32, **origin).to(accelerator.device)
         processor = AutoImageProcessor.from_pretrained(options.model, **origin)
     feature = options.feature or f"last.{getattr(model.config, 'pooling', 'mean')}"
     encode = transformer_encoder(model.requires_grad_(False), [feature])
     num_channels = getattr(model.config, "num_channels", 3)
-    encoder = fingerprint(model)
+    encoder = model_fingerprint(model)
 
     # Data.
     train, held_out, dataset_name, image_column, label_column = load_images(options, accelerator)
     if label_column is None:
         raise DataError("A probe needs labels, and there is no label column: name one with --label_column_name.")
     if held_out is None:
-        held_out, train = hold_out(train, len(train) // 10)
-    train, held_out = some(train, options.max_train_samples), some(held_out, options.max_eval_samples)
+        held_out, train = split_validation(train, len(train) // 10)
+    train, held_out = take_subset(train, options.max_train_samples), take_subset(held_out, options.max_eval_samples)
 
     def kept_features(rows, split):
         identity = {"model": encoder, "features": [feature], "data": rows._fingerprint}
         identity |= {"processor": json.loads(processor.to_json_string()), "columns": [image_column, label_column]}
-        images = ImagesInOrder(rows, image_column, label_column, processor, num_channels, options.on_bad_image)
+        images = EvaluationDataset(rows, image_column, label_column, processor, num_channels, options.on_bad_image)
         kept = extract_features(encode, images, options.features_dir, identity, accelerator, 64, description=split)
         return kept[feature].to(accelerator.device), kept["labels"].to(accelerator.device)
 
@@ -168,7 +151,7 @@ def main():
             "dataset": {"name": dataset_name, "number": {"train": len(train), "test": len(test_labels)}},
             "seed": options.seed,
             "seconds": round(time.time() - started, 1),
-            "command": " ".join(["accelerate launch", "training/linear_probe.py", *flags_without_paths()]),
+            "command": " ".join(["accelerate launch", "training/linear_probe.py", *sanitized_command()]),
             "versions": versions(),
         }
         options.output_dir.mkdir(parents=True, exist_ok=True)
@@ -224,18 +207,18 @@ def train_with_augmentation(
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
-    identity = identity_of(
+    identity = run_signature(
         options, model=encoder, feature=feature, protocol=asdict(protocol), steps=total_steps, number=len(images)
     )
     identity.pop("max_train_steps")  # where to stop for now
-    step = resume_or_clear(accelerator, options, identity).get("step", 0)
+    step = prepare_output_dir(accelerator, options, identity).get("step", 0)
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
     loader = torch.utils.data.DataLoader(
         images,
-        batch_sampler=EpochBatches(len(images), batch_size, options.seed, step, total_steps),
-        collate_fn=as_it_is,
+        batch_sampler=EpochBatchSampler(len(images), batch_size, options.seed, step, total_steps),
+        collate_fn=identity_collate,
         num_workers=0 if images.memory is not None else options.num_workers,
-        worker_init_fn=leave_signals_to_the_parent,
+        worker_init_fn=ignore_signals,
     )
     loader = accelerator.prepare(loader)
 
@@ -277,5 +260,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, ValueError, OSError) as error:
-        print(f"linear_probe.py: {one_sentence(error)}", file=sys.stderr)
+        print(f"linear_probe.py: {format_error(error)}", file=sys.stderr)
         sys.exit(2)

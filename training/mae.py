@@ -25,46 +25,31 @@ from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
-from hf_decayed.cards import write_card
-from hf_decayed.checkpoints import save_checkpoint
-from hf_decayed.cli import field_and_value
-from hf_decayed.data import (
-    Augmentation,
-    DataError,
-    EpochBatches,
+from hf_decayed.command_line import parse_field
+from hf_decayed.data.datasets import (
+    EpochBatchSampler,
     StreamedImages,
     TrainingImages,
-    as_it_is,
     evaluation_images,
-    hold_out,
-    sample_generator,
-    some,
+    identity_collate,
 )
-from hf_decayed.evaluation import effective_rank, knn_accuracy, skip_use
+from hf_decayed.data.keyed_random import sample_generator
+from hf_decayed.data.sources import split_validation, take_subset
+from hf_decayed.data.transforms import Augmentation
+from hf_decayed.errors import DataError, explain_loading_errors, format_error
+from hf_decayed.evaluation import effective_rank, knn_accuracy, skip_ablation
+from hf_decayed.evaluation.linear_probe import warmup_cosine
+from hf_decayed.hub.cards import write_card
+from hf_decayed.hub.upload import create_repository, upload_run
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
-from hf_decayed.optimization import lower_shortcuts, parameter_groups, scale_is_sought, warmed_average, warmup_cosine
-from hf_decayed.pictures import reconstructions, save_curves, save_reconstructions
-from hf_decayed.runs import (
-    MetricsFile,
-    StopSignal,
-    add_data_arguments,
-    boolean,
-    flags_without_paths,
-    hardware,
-    identity_of,
-    leave_signals_to_the_parent,
-    load_images,
-    loading,
-    make_repository,
-    names_of,
-    one_sentence,
-    parse_with_recipe,
-    resume_or_clear,
-    share_cores,
-    upload_run,
-    versions,
-)
+from hf_decayed.plots import reconstructions, save_curves, save_reconstructions
+from hf_decayed.provenance import describe_hardware, sanitized_command, versions
+from hf_decayed.run.arguments import add_data_arguments, boolean, list_recipes, load_images, parse_with_recipe
+from hf_decayed.run.checkpoints import save_checkpoint
+from hf_decayed.run.optimization import ema_with_warmup, is_scaler_warmup, parameter_groups, set_shortcut_progress
+from hf_decayed.run.records import MetricsFile
+from hf_decayed.run.run import StopSignal, ignore_signals, prepare_output_dir, run_signature, set_cpu_threads
 
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -75,7 +60,7 @@ SKIP_USE_IMAGES = 256  # enough to tell which skips are used
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="tiny", help=f"one of {names_of(RECIPES)}, or a YAML file")
+    parser.add_argument("--recipe", default="tiny", help=f"one of {list_recipes(RECIPES)}, or a YAML file")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/mae"))
     parser.add_argument("--seed", type=int, default=0)
 
@@ -95,7 +80,7 @@ def parse_arguments(arguments=None):
     model.add_argument("--size", default="base", help="small, base, large or huge")
     model.add_argument("--shortcut_decay", type=lambda text: text if text == "auto" else float(text))
     model.add_argument(
-        "--set", dest="fields", action="append", type=field_and_value, metavar="FIELD=VALUE", help="any config field"
+        "--set", dest="fields", action="append", type=parse_field, metavar="FIELD=VALUE", help="any config field"
     )
     model.add_argument(
         "--attn_implementation",
@@ -176,7 +161,7 @@ def main():
         log_with=None if options.report_to == "none" else options.report_to,
         project_config=ProjectConfiguration(project_dir=str(options.output_dir)),
     )
-    share_cores(accelerator, options.cpu_threads)
+    set_cpu_threads(accelerator, options.cpu_threads)
     set_seed(options.seed)
     say = accelerator.print
     say(
@@ -189,13 +174,13 @@ def main():
             f"{options.gradient_accumulation_steps} accumulation step(s) make {parts} parts."
         )
 
-    repository = make_repository(options.push_to_hub, accelerator)
+    repository = create_repository(options.push_to_hub, accelerator)
 
     # Model.
     slow_sdpa = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
     attention = options.attn_implementation or ("eager" if slow_sdpa else "sdpa")
     if options.init_from:
-        with loading(options.init_from):
+        with explain_loading_errors(options.init_from):
             model = DecayedViTMAEForPreTraining.from_pretrained(
                 options.init_from, dtype=torch.float32, attn_implementation=attention, **options.fields
             )
@@ -225,8 +210,8 @@ def main():
     # Data.
     train, held_out, dataset_name, image_column, label_column = load_images(options, accelerator, options.streaming)
     if held_out is None:
-        held_out, train = hold_out(train, options.eval_test_samples)
-    train = some(train, options.max_train_samples)
+        held_out, train = split_validation(train, options.eval_test_samples)
+    train = take_subset(train, options.max_train_samples)
     augmentation = Augmentation(
         as_pair(config.image_size),
         config.num_channels,
@@ -275,7 +260,7 @@ def main():
     )
     average = None
     if options.ema_decay:
-        average = AveragedModel(model, multi_avg_fn=warmed_average(options.ema_decay)).to(accelerator.device)
+        average = AveragedModel(model, multi_avg_fn=ema_with_warmup(options.ema_decay)).to(accelerator.device)
         accelerator.register_for_checkpointing(average)
     networks = [model] if average is None else [model, average.module]
     decayed_layers = [list(network.vit.layers) for network in networks]  # as they are before anything wraps them
@@ -293,8 +278,8 @@ def main():
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
-    identity = identity_of(options, dataset=dataset_name, steps=total_steps)
-    state = resume_or_clear(accelerator, options, identity)
+    identity = run_signature(options, dataset=dataset_name, steps=total_steps)
+    state = prepare_output_dir(accelerator, options, identity)
     step, skipped, earlier_seconds = (state.get(name, 0) for name in ("step", "skipped", "seconds"))
     bad_images += state.get("bad_images", 0)
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
@@ -307,7 +292,7 @@ def main():
         "num_workers": 0 if images.memory is not None else options.num_workers,
         "pin_memory": accelerator.device.type == "cuda",
         "generator": torch.Generator(),  # its own: starting to iterate must not move the one that dropout draws from
-        "worker_init_fn": leave_signals_to_the_parent,
+        "worker_init_fn": ignore_signals,
     }
     parts = options.gradient_accumulation_steps
     if options.streaming:
@@ -315,8 +300,10 @@ def main():
         loader = torch.utils.data.DataLoader(images, batch_size=micro_batch, drop_last=True, **loader_arguments)
         loader = itertools.islice(accelerator.prepare(loader), step * parts, total_steps * parts)
     else:
-        batches = EpochBatches(len(images), options.batch_size, options.seed, step, total_steps, parts)
-        loader = torch.utils.data.DataLoader(images, batch_sampler=batches, collate_fn=as_it_is, **loader_arguments)
+        batches = EpochBatchSampler(len(images), options.batch_size, options.seed, step, total_steps, parts)
+        loader = torch.utils.data.DataLoader(
+            images, batch_sampler=batches, collate_fn=identity_collate, **loader_arguments
+        )
         loader = accelerator.prepare(loader)
     if accelerator.is_main_process:
         (options.output_dir / "arguments.json").write_text(json.dumps(vars(options), indent=2, default=str))
@@ -345,7 +332,7 @@ def main():
             last = round(options.decay_warmup * total_steps) - 1  # the first step with all of the decay
             share = 1.0 if step >= last else step / last
             for layers in decayed_layers:
-                lower_shortcuts(layers, alphas, share)
+                set_shortcut_progress(layers, alphas, share)
         with accelerator.accumulate(model):
             outputs = model(**batch, return_logits=False, output_hidden_states=logging)
             accelerator.backward(outputs.loss)
@@ -366,7 +353,7 @@ def main():
             if finite and not accelerator.optimizer_step_was_skipped:
                 if average is not None:
                     average.update_parameters(plain_model)
-            elif not scale_is_sought(accelerator.scaler, loss):
+            elif not is_scaler_warmup(accelerator.scaler, loss):
                 skipped += 1
             optimizer.zero_grad()
 
@@ -447,7 +434,7 @@ def main():
             "bad_images": bad_images,
             "started_from": options.init_from and Path(options.init_from).name,
             "seconds": round(earlier_seconds + time.time() - started, 1),
-            "command": " ".join(["accelerate launch", "training/mae.py", *flags_without_paths()]),
+            "command": " ".join(["accelerate launch", "training/mae.py", *sanitized_command()]),
             "dataset": {
                 "name": dataset_name,
                 "fingerprint": None if options.streaming else images.fingerprint(),
@@ -456,7 +443,7 @@ def main():
             "seed": options.seed,
             "processes": accelerator.num_processes,
             "precision": accelerator.mixed_precision,
-            "hardware": hardware(accelerator),
+            "hardware": describe_hardware(accelerator),
             "versions": versions(),
         }
         final.save_pretrained(options.output_dir, state_dict=whole_weights)
@@ -477,8 +464,8 @@ class Probe:
         self.accelerator, self.normalisation = accelerator, normalisation
         size, channels = as_pair(config.image_size), config.num_channels
         arguments = (image_column, label_column, size, channels, options.on_bad_image)
-        self.bank = evaluation_images(some(train, options.eval_train_samples), *arguments)
-        self.queries = evaluation_images(some(held_out, options.eval_test_samples), *arguments)
+        self.bank = evaluation_images(take_subset(train, options.eval_train_samples), *arguments)
+        self.queries = evaluation_images(take_subset(held_out, options.eval_test_samples), *arguments)
         # One class is like none; a test split whose labels are kept secret has -1.
         self.labelled = label_column is not None and len(self.bank[1].unique()) > 1 and self.queries[1].min() >= 0
         # Drawn once, and by chance: they may come by class.
@@ -519,7 +506,7 @@ class Probe:
             results["knn_accuracy"] = knn_accuracy(bank, self.bank[1], queries, self.queries[1], k=min(20, len(bank)))
         images = self.normalised(self.queries[0][self.mixed]).to(self.accelerator.device)
         with self.accelerator.autocast():
-            used = skip_use(model, images, self.noise.to(images.device))
+            used = skip_ablation(model, images, self.noise.to(images.device))
         return results | {f"skip_use_{layer}": rise for layer, rise in used.items()}
 
     def pixels(self) -> float | None:
@@ -560,5 +547,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, StrictDataclassError, ValueError, OSError) as error:
-        print(f"mae.py: {one_sentence(error)}", file=sys.stderr)
+        print(f"mae.py: {format_error(error)}", file=sys.stderr)
         sys.exit(2)

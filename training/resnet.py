@@ -24,34 +24,23 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_decayed import DecayedResNetConfig, DecayedResNetForImageClassification
-from hf_decayed.cards import write_card
-from hf_decayed.cli import field_and_value
-from hf_decayed.data import (
-    Augmentation,
-    DataError,
-    EpochBatches,
-    TrainingImages,
-    evaluation_images,
-)
+from hf_decayed.command_line import parse_field
+from hf_decayed.data.datasets import EpochBatchSampler, TrainingImages, evaluation_images
+from hf_decayed.data.transforms import Augmentation
+from hf_decayed.errors import DataError, format_error
 from hf_decayed.evaluation import effective_rank
+from hf_decayed.hub.cards import write_card
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
-from hf_decayed.pictures import save_curves
-from hf_decayed.runs import (
+from hf_decayed.plots import save_curves
+from hf_decayed.provenance import describe_hardware, sanitized_command, versions
+from hf_decayed.run.arguments import add_data_arguments, boolean, list_recipes, load_labelled_images, parse_with_recipe
+from hf_decayed.run.run import (
     StopSignal,
-    add_data_arguments,
-    boolean,
+    check_signature,
     clear_finished_run,
-    flags_without_paths,
-    hardware,
-    identity_of,
-    leave_signals_to_the_parent,
-    load_labelled_images,
-    names_of,
-    one_sentence,
-    parse_with_recipe,
-    refuse_another_run,
-    share_cores,
-    versions,
+    ignore_signals,
+    run_signature,
+    set_cpu_threads,
 )
 
 
@@ -60,7 +49,7 @@ RECIPES = Path(__file__).parent / "recipes" / "resnet"
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="tiny", help=f"one of {names_of(RECIPES)}, or a YAML file")
+    parser.add_argument("--recipe", default="tiny", help=f"one of {list_recipes(RECIPES)}, or a YAML file")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/resnet"))
     parser.add_argument("--seed", type=int, default=0)
 
@@ -78,7 +67,7 @@ def parse_arguments(arguments=None):
         "--num_blocks", type=int, default=8, help="8 is ResNet-18; more repeat those of its third stage"
     )
     model.add_argument(
-        "--set", dest="fields", action="append", type=field_and_value, metavar="FIELD=VALUE", help="any config field"
+        "--set", dest="fields", action="append", type=parse_field, metavar="FIELD=VALUE", help="any config field"
     )
 
     training = parser.add_argument_group("training")
@@ -152,7 +141,7 @@ def main():
     training_arguments.warmup_steps = min(round(options.warmup_epochs * steps_per_epoch), total_steps // 4)
 
     # Resume.
-    identity = identity_of(options, dataset=dataset_name, images=images.fingerprint(), steps=total_steps)
+    identity = run_signature(options, dataset=dataset_name, images=images.fingerprint(), steps=total_steps)
     identity_file = options.output_dir / "identity.json"
     checkpoint = options.resume_from_checkpoint
     if checkpoint == "latest":
@@ -161,7 +150,7 @@ def main():
         newest = max(whole, key=lambda path: int(path.parent.name.partition("-")[2]), default=None)
         checkpoint = str(newest.parent) if newest and identity_file.exists() else None
     if checkpoint:
-        refuse_another_run(Path(checkpoint).name, {"identity": json.loads(identity_file.read_text())}, identity)
+        check_signature(Path(checkpoint).name, {"identity": json.loads(identity_file.read_text())}, identity)
         print(f"resuming from {checkpoint}")
     elif training_arguments.process_index == 0:
         if not options.resume_from_checkpoint:
@@ -187,7 +176,7 @@ def main():
     )
     trainer.num_workers = 0 if images.memory is not None else options.num_workers
     trainer.add_callback(StopWhenAsked(trainer.accelerator, stop))
-    share_cores(trainer.accelerator, options.cpu_threads)
+    set_cpu_threads(trainer.accelerator, options.cpu_threads)
     trainer.accelerator.print(
         f"{dataset_name}: {len(images)} images, {len(class_names)} classes; {options.num_blocks} blocks, "
         f"{model.num_parameters() / 1e6:.2f} M parameters, shortcut_decay {config.shortcut_decay}; {total_steps} steps of "
@@ -214,12 +203,12 @@ def main():
             "num_blocks": sum(config.depths),
             "shortcut_decay": config.shortcut_decay,
             "seconds": round(time.time() - started, 1),  # since it was last resumed
-            "command": " ".join(["accelerate launch", "training/resnet.py", *flags_without_paths()]),
+            "command": " ".join(["accelerate launch", "training/resnet.py", *sanitized_command()]),
             "dataset": {"name": dataset_name, "fingerprint": images.fingerprint(), "number": len(images)},
             "seed": options.seed,
             "processes": training_arguments.world_size,
             "precision": options.mixed_precision,
-            "hardware": hardware(trainer.accelerator),
+            "hardware": describe_hardware(trainer.accelerator),
             "versions": versions(),
         }
         records = sorted(losses + looks, key=lambda each: each["step"])
@@ -278,7 +267,7 @@ class RankTrainer(Trainer):
 
     def get_train_dataloader(self):
         # The whole run is one pass: draws and order belong to the step, and the Trainer skips to it when it resumes.
-        batches = EpochBatches(
+        batches = EpochBatchSampler(
             len(self.train_dataset), self.args.per_device_train_batch_size, self.args.seed, 0, self.args.max_steps
         )
         loader = torch.utils.data.DataLoader(
@@ -286,7 +275,7 @@ class RankTrainer(Trainer):
             batch_sampler=batches,
             collate_fn=images_and_labels,
             num_workers=self.num_workers,
-            worker_init_fn=leave_signals_to_the_parent,
+            worker_init_fn=ignore_signals,
         )
         return self.accelerator.prepare(loader)
 
@@ -341,5 +330,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, StrictDataclassError, ValueError, OSError) as error:
-        print(f"resnet.py: {one_sentence(error)}", file=sys.stderr)
+        print(f"resnet.py: {format_error(error)}", file=sys.stderr)
         sys.exit(2)

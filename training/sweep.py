@@ -34,11 +34,11 @@ from sklearn.manifold import TSNE
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_decayed import DecayedViTMAEForPreTraining
-from hf_decayed.data import DataError
-from hf_decayed.evaluation.features import read_shards
+from hf_decayed.data.shards import read_shards
+from hf_decayed.errors import DataError, format_error
 from hf_decayed.models.configuration_decayed_vit_mae import as_pair
-from hf_decayed.pictures import draw_heat_map
-from hf_decayed.runs import names_of, one_sentence
+from hf_decayed.plots import draw_heat_map
+from hf_decayed.run.arguments import list_recipes
 
 
 matplotlib.use("Agg")
@@ -52,7 +52,7 @@ FEW_RUNS = 4  # more names would hide what is drawn
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("grid", metavar="GRID", help=f"one of {names_of(GRIDS)}, or a YAML file")
+    parser.add_argument("grid", metavar="GRID", help=f"one of {list_recipes(GRIDS)}, or a YAML file")
     parser.add_argument("--output_dir", type=Path, help="outputs/sweep/<grid> when not given")
     parser.add_argument("--dataset_name")
     parser.add_argument("--dataset_path")
@@ -66,7 +66,7 @@ def parse_arguments(arguments=None):
     options = parser.parse_args(arguments)
     path = Path(options.grid) if options.grid.endswith((".yaml", ".yml")) else GRIDS / f"{options.grid}.yaml"
     if not path.is_file():
-        parser.error(f"there is no grid '{options.grid}'; there are {names_of(GRIDS)}")
+        parser.error(f"there is no grid '{options.grid}'; there are {list_recipes(GRIDS)}")
     options.output_dir = options.output_dir or Path("outputs/sweep") / path.stem
     return options, yaml.safe_load(path.read_text())
 
@@ -647,5 +647,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, ValueError, OSError) as error:
-        print(f"sweep.py: {one_sentence(error)}", file=sys.stderr)
+        print(f"sweep.py: {format_error(error)}", file=sys.stderr)
         sys.exit(2)

@@ -23,38 +23,24 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 
-from hf_decayed.cards import write_card
-from hf_decayed.checkpoints import save_checkpoint
-from hf_decayed.cli import check_fields, field_and_value
-from hf_decayed.conversion_diffusion import fields_of
-from hf_decayed.data import DataError, EpochBatches, as_it_is, some
-from hf_decayed.evaluation.features import fingerprint
-from hf_decayed.latents import EncodedLatents, diffusion_images, load_vae, sample_shape
+from hf_decayed.command_line import check_fields, parse_field
+from hf_decayed.data.datasets import EpochBatchSampler, identity_collate
+from hf_decayed.data.latents import EncodedLatents, diffusion_images, load_vae, sample_shape
+from hf_decayed.data.sources import read_class_names, take_subset
+from hf_decayed.errors import DataError, format_error
+from hf_decayed.evaluation.sampling import SampleMonitor
+from hf_decayed.hub.cards import write_card
+from hf_decayed.hub.conversion_diffusion import diffusion_fields
+from hf_decayed.hub.upload import create_repository, upload_run
 from hf_decayed.models.unet_decayed_uvit import SIZES, DecayedUViT2DModel
-from hf_decayed.optimization import parameter_groups, scale_is_sought, warmed_average
-from hf_decayed.pictures import save_curves
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
-from hf_decayed.runs import (
-    MetricsFile,
-    StopSignal,
-    add_data_arguments,
-    boolean,
-    class_names_of,
-    flags_without_paths,
-    hardware,
-    identity_of,
-    leave_signals_to_the_parent,
-    load_images,
-    make_repository,
-    names_of,
-    one_sentence,
-    parse_with_recipe,
-    resume_or_clear,
-    share_cores,
-    upload_run,
-    versions,
-)
-from hf_decayed.sampling import Looks
+from hf_decayed.plots import save_curves
+from hf_decayed.provenance import describe_hardware, model_fingerprint, sanitized_command, versions
+from hf_decayed.run.arguments import add_data_arguments, boolean, list_recipes, load_images, parse_with_recipe
+from hf_decayed.run.checkpoints import save_checkpoint
+from hf_decayed.run.optimization import ema_with_warmup, is_scaler_warmup, parameter_groups
+from hf_decayed.run.records import MetricsFile
+from hf_decayed.run.run import StopSignal, ignore_signals, prepare_output_dir, run_signature, set_cpu_threads
 
 
 RECIPES = Path(__file__).parent / "recipes" / "uvit"
@@ -67,7 +53,7 @@ BETAS = {
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="tiny", help=f"one of {names_of(RECIPES)}, or a YAML file")
+    parser.add_argument("--recipe", default="tiny", help=f"one of {list_recipes(RECIPES)}, or a YAML file")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/uvit"))
     parser.add_argument("--seed", type=int, default=0)
 
@@ -86,7 +72,7 @@ def parse_arguments(arguments=None):
     model.add_argument("--size", help=f"{', '.join(SIZES)}; S when neither flag nor recipe says")
     model.add_argument("--shortcut_decay", type=lambda text: text if text == "auto" else float(text))
     model.add_argument(
-        "--set", dest="fields", action="append", type=field_and_value, metavar="FIELD=VALUE", help="any argument"
+        "--set", dest="fields", action="append", type=parse_field, metavar="FIELD=VALUE", help="any argument"
     )
     model.add_argument("--conditional", type=boolean, default=True, help="on classes, where the data has labels")
     model.add_argument("--class_dropout", type=float, default=0.1, help="how often the class is kept from the network")
@@ -137,7 +123,7 @@ def parse_arguments(arguments=None):
         if name in options.fields:
             parser.error(f"--set {name}: it follows from the data, --image_size and --conditional")
     try:
-        check_fields(options.fields, fields_of("uvit"))
+        check_fields(options.fields, diffusion_fields("uvit"))
     except ValueError as error:
         parser.error(f"--set: {error}")
     if options.shortcut_decay is not None:
@@ -164,7 +150,7 @@ def main():
         log_with=None if options.report_to == "none" else options.report_to,
         project_config=ProjectConfiguration(project_dir=str(options.output_dir)),
     )
-    share_cores(accelerator, options.cpu_threads)
+    set_cpu_threads(accelerator, options.cpu_threads)
     set_seed(options.seed)
     say = accelerator.print
     say(
@@ -177,17 +163,17 @@ def main():
             f"{options.gradient_accumulation_steps} accumulation step(s) make {parts} parts."
         )
     micro_batch = options.batch_size // options.gradient_accumulation_steps
-    repository = make_repository(options.push_to_hub, accelerator)
+    repository = create_repository(options.push_to_hub, accelerator)
 
     # Data.
     train, _, dataset_name, image_column, label_column = load_images(options, accelerator)
-    train = some(train, options.max_train_samples)
+    train = take_subset(train, options.max_train_samples)
     label_column = label_column if options.conditional else None
     if label_column and min(train[label_column]) < 0:
         raise DataError(
             "The labels hold numbers below 0: train without them (--conditional false), or name another column."
         )
-    class_names = class_names_of(train, label_column) if label_column else []
+    class_names = read_class_names(train, label_column) if label_column else []
     vae = load_vae(options.vae, accelerator.device) if options.vae else None
     image_channels = options.fields.get("in_channels", 3) if vae is None else vae.config.in_channels
     if options.guidance_scale != 1.0 and not class_names:
@@ -206,7 +192,7 @@ def main():
     # The levels that the network is trained on, and sampled with.
     levels = {**BETAS[vae is not None], "prediction_type": options.prediction_type}
     noise_levels = DDPMScheduler(**levels)
-    average = AveragedModel(model, multi_avg_fn=warmed_average(options.ema_decay)).to(accelerator.device)
+    average = AveragedModel(model, multi_avg_fn=ema_with_warmup(options.ema_decay)).to(accelerator.device)
     accelerator.register_for_checkpointing(average)
 
     # Optimizer.
@@ -223,22 +209,22 @@ def main():
 
     # Resume.
     checkpoints = options.output_dir / "checkpoints"
-    identity = identity_of(options, dataset=dataset_name)
-    state = resume_or_clear(accelerator, options, identity)
+    identity = run_signature(options, dataset=dataset_name)
+    state = prepare_output_dir(accelerator, options, identity)
     step, skipped, earlier_seconds = (state.get(name, 0) for name in ("step", "skipped", "seconds"))
     log = MetricsFile(options.output_dir / "metrics.jsonl", step, accelerator.is_main_process)
     accelerator.init_trackers("uvit", config={name: str(value) for name, value in vars(options).items()})
     loader = torch.utils.data.DataLoader(
         images,
-        batch_sampler=EpochBatches(
+        batch_sampler=EpochBatchSampler(
             len(images), options.batch_size, options.seed, step, total_steps, options.gradient_accumulation_steps
         ),
-        collate_fn=as_it_is,
+        collate_fn=identity_collate,
         # What lies in memory, or is encoded on the device, is best made here.
         num_workers=0 if images.memory is not None or isinstance(images, EncodedLatents) else options.num_workers,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),  # its own: starting to iterate must not move the global one
-        worker_init_fn=leave_signals_to_the_parent,
+        worker_init_fn=ignore_signals,
     )
     loader = accelerator.prepare(loader)
 
@@ -247,7 +233,7 @@ def main():
         names = dict(enumerate(class_names)) or None
         return DecayedUViTPipeline(network, scheduler, vae, names, prediction_type=options.prediction_type)
 
-    looks = Looks(accelerator, pipeline_of, train, image_column, image_channels, class_names, options)
+    looks = SampleMonitor(accelerator, pipeline_of, train, image_column, image_channels, class_names, options)
     if accelerator.is_main_process:
         (options.output_dir / "arguments.json").write_text(json.dumps(vars(options), indent=2, default=str))
     say(
@@ -298,7 +284,7 @@ def main():
                 optimizer.step()
             if finite and not accelerator.optimizer_step_was_skipped:
                 average.update_parameters(plain_model)
-            elif not scale_is_sought(accelerator.scaler, loss):
+            elif not is_scaler_warmup(accelerator.scaler, loss):
                 skipped += 1
             optimizer.zero_grad()
 
@@ -356,14 +342,14 @@ def main():
             "images_seen": step * options.batch_size,
             "skipped_steps": skipped,
             "seconds": round(earlier_seconds + time.time() - started, 1),
-            "command": " ".join(["accelerate launch", "training/uvit.py", *flags_without_paths()]),
+            "command": " ".join(["accelerate launch", "training/uvit.py", *sanitized_command()]),
             "dataset": {"name": dataset_name, "fingerprint": data_fingerprint, "number": len(images)},
-            "latents": options.vae and fingerprint(vae),
+            "latents": options.vae and model_fingerprint(vae),
             "sampling": {"steps": options.sample_steps, "guidance_scale": options.guidance_scale},
             "seed": options.seed,
             "processes": accelerator.num_processes,
             "precision": accelerator.mixed_precision,
-            "hardware": hardware(accelerator),
+            "hardware": describe_hardware(accelerator),
             "versions": versions(),
         }
         (options.output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -381,5 +367,5 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, ValueError, OSError) as error:
-        print(f"uvit.py: {one_sentence(error)}", file=sys.stderr)
+        print(f"uvit.py: {format_error(error)}", file=sys.stderr)
         sys.exit(2)

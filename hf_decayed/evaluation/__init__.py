@@ -1,10 +1,10 @@
-"""Measurements: tensors in, numbers out; `skip_use` takes a model."""
+"""Measurements: tensors in, numbers out; `skip_ablation` takes a model."""
 
 from .effective_rank import effective_rank
 from .frechet import density_coverage, frechet_distance, kernel_distance, precision_recall
 from .knn import knn_accuracy
 from .linear_probe import PROTOCOLS, ProbeProtocol, linear_probe
-from .skip_use import skip_use
+from .skip_ablation import skip_ablation
 
 
 __all__ = [
@@ -17,5 +17,5 @@ __all__ = [
     "knn_accuracy",
     "linear_probe",
     "precision_recall",
-    "skip_use",
+    "skip_ablation",
 ]

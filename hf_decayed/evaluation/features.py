@@ -9,189 +9,21 @@ embedding) or `last` (after the final norm, where there is one), and `cls`, `mea
 `pooler` (the model's own). Of a diffusion model: `<module>@<noise level>`.
 """
 
-import hashlib
-import json
-import math
-import os
-import zlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import numpy as np
 import torch
-from accelerate import Accelerator
-from datasets import Dataset
-from datasets import Image as ImageFeature
-from PIL import Image
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from tqdm.auto import tqdm
 
-from ..data import DataError, as_it_is, decode, sample_generator
+from ..data.datasets import EvaluationDataset
+from ..data.keyed_random import sample_generator
+from ..data.shards import Encoder, read_shards, write_shards
 from ..models.modeling_decayed_vit_mae import pool
 
 
-Encoder = Callable[[torch.Tensor, list[int]], dict[str, torch.Tensor]]
-
-
-class ImagesInOrder(torch.utils.data.Dataset):
-    """Images as a processor prepares them, with label, place and a checksum of the decoded pixels."""
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        image_column: str,
-        label_column: str | None,
-        processor,
-        num_channels: int = 3,
-        on_bad_image: str = "stop",
-    ):
-        columns = [image_column] + ([label_column] if label_column else [])
-        self.dataset = dataset.select_columns(columns).cast_column(image_column, ImageFeature(decode=False))
-        self.image_column, self.label_column = image_column, label_column
-        self.processor, self.num_channels, self.on_bad_image = processor, num_channels, on_bad_image
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, places: list[int]) -> dict[str, torch.Tensor]:
-        images, labels, kept, checksums = [], [], [], []
-        rows = self.dataset[places]  # at once: a table gives rows one by one far more slowly
-        row_labels = rows[self.label_column] if self.label_column else [-1] * len(places)
-        for place, record, label in zip(places, rows[self.image_column], row_labels):
-            pixels = decode(record, self.num_channels, place, self.on_bad_image)
-            if pixels is None:
-                continue
-            images.append(pixels if self.num_channels == 1 else Image.fromarray(pixels))
-            labels.append(label)
-            kept.append(place)
-            checksums.append(zlib.crc32(pixels.tobytes()))
-        batch = {"labels": torch.tensor(labels), "places": torch.tensor(kept), "checksums": torch.tensor(checksums)}
-        if images:
-            layout = {"input_data_format": "channels_last"} if self.num_channels == 1 else {}
-            batch["pixel_values"] = self.processor(images, return_tensors="pt", **layout)["pixel_values"]
-        return batch
-
-
-def extract_features(encode: Encoder, images: ImagesInOrder, *arguments, **settings) -> dict[str, torch.Tensor]:
+def extract_features(encode: Encoder, images: EvaluationDataset, *arguments, **settings) -> dict[str, torch.Tensor]:
     """Features by name, `labels` and pixel `checksums` of all images, in order; all processes call it and get the same.
 
     Takes what [`write_shards`] takes.
     """
     return read_shards(write_shards(encode, images, *arguments, **settings))
-
-
-def write_shards(
-    encode: Encoder,
-    images: ImagesInOrder,
-    folder: str | os.PathLike,
-    identity: dict,
-    accelerator: Accelerator | None = None,
-    batch_size: int = 256,
-    shard_size: int = 8192,
-    num_workers: int = 0,
-    description: str = "features",
-    precision: str | None = None,
-) -> list[Path]:
-    """Files with the features of all images, in order; all processes call it.
-
-    Args:
-        encode (`Callable`): From a batch of `pixel_values` and the images' places to features `(batch, dim)` by name.
-        images (`ImagesInOrder`): What to encode.
-        folder (`str` or `os.PathLike`): Under it a folder is made for this `identity`, with one safetensors file per
-            shard. Shards that are there and whole are used as they are.
-        identity (`dict`): JSON-plain; all that the features depend on: model, features, preparation, data.
-        shard_size (`int`, defaults to 8192): Images per file, rounded up to whole batches. Each process writes every
-            n-th shard, so the result does not depend on how many processes there are.
-        precision (`str`, *optional*): What `encode` computes in, if that is not the accelerator's.
-    """
-    accelerator = accelerator or Accelerator()
-    batches_per_shard = math.ceil(shard_size / batch_size)
-    identity = {**identity, "precision": precision or accelerator.mixed_precision, "number": len(images)}
-    text = json.dumps({**identity, "batches": [batch_size, batches_per_shard]}, sort_keys=True)
-    folder = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    if accelerator.is_main_process:
-        (folder / "identity.json").write_text(text + "\n")
-
-    all_batches = [
-        list(range(start, min(start + batch_size, len(images)))) for start in range(0, len(images), batch_size)
-    ]
-    shards = [
-        all_batches[start : start + batches_per_shard] for start in range(0, len(all_batches), batches_per_shard)
-    ]
-    mine = range(accelerator.process_index, len(shards), accelerator.num_processes)
-    missing = [number for number in mine if not is_whole(shard_path(folder, number, len(shards)))]
-    loader = torch.utils.data.DataLoader(
-        images,
-        batch_sampler=[batch for number in missing for batch in shards[number]],
-        collate_fn=as_it_is,
-        num_workers=num_workers,
-    )
-    batches = iter(tqdm(loader, desc=description, unit="batch", disable=not accelerator.is_main_process, leave=False))
-    for number in missing:
-        parts = [encode_batch(encode, batch, accelerator) for batch in take(batches, len(shards[number]))]
-        write_shard(shard_path(folder, number, len(shards)), [part for part in parts if part])
-    accelerator.wait_for_everyone()
-    return [shard_path(folder, number, len(shards)) for number in range(len(shards))]
-
-
-def take(batches: Iterator, number: int) -> Iterator:
-    for _ in range(number):
-        yield next(batches)
-
-
-@torch.no_grad()
-def encode_batch(encode: Encoder, batch: dict, accelerator: Accelerator) -> dict[str, torch.Tensor]:
-    if "pixel_values" not in batch:  # every image of it was bad
-        return {}
-    with accelerator.autocast():
-        features = encode(batch["pixel_values"].to(accelerator.device), batch["places"].tolist())
-    features = {name: each.float().cpu() for name, each in features.items()}
-    return {**features, "labels": batch["labels"], "checksums": batch["checksums"]}
-
-
-def shard_path(folder: Path, number: int, total: int) -> Path:
-    return folder / f"shard-{number:05d}-of-{total:05d}.safetensors"
-
-
-def write_shard(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:
-    """Whole or not at all."""
-    if not parts:
-        raise DataError(f"None of the images of {path.stem} could be decoded.")
-    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")  # two runs may want the same
-    save_file({name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}, temporary)
-    os.replace(temporary, path)
-
-
-def is_whole(path: Path) -> bool:
-    if not path.exists():
-        return False
-    try:
-        with safe_open(path, "pt"):  # checks the header against the length of the file
-            return True
-    except SafetensorError:
-        return False
-
-
-def read_shards(paths: list[Path]) -> dict[str, torch.Tensor]:
-    """All shards one after the other, each tensor allocated once."""
-    shapes, kinds, rows = {}, {}, []
-    for path in paths:
-        with safe_open(path, "pt") as shard:
-            for name in shard.keys():
-                part = shard.get_slice(name)
-                shapes.setdefault(name, part.get_shape()[1:])
-                kinds[name] = kinds[name] if name in kinds else part[:1].dtype
-            rows.append(part.get_shape()[0])
-    tensors = {name: torch.empty(sum(rows), *shapes[name], dtype=kinds[name]) for name in shapes}
-    start = 0
-    for path, count in zip(paths, rows):
-        with safe_open(path, "pt") as shard:
-            for name, tensor in tensors.items():
-                tensor[start : start + count] = shard.get_tensor(name)
-        start += count
-    return tensors
 
 
 def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
@@ -217,7 +49,7 @@ def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
                 features[name] = outputs.pooler_output.flatten(1)
             else:
                 tokens = outputs.last_hidden_state if layer == "last" else outputs.hidden_states[int(layer)]
-                features[name] = pooled(tokens, pooling)
+                features[name] = pool_features(tokens, pooling)
         return features
 
     return encode
@@ -263,7 +95,7 @@ def diffusion_encoder(
         def hook(module, arguments, output):
             output = output[0] if isinstance(output, tuple) else output
             output = getattr(output, "sample", output)
-            features[name] = pooled(output[:, extra:] if output.ndim == 3 else output, "mean")
+            features[name] = pool_features(output[:, extra:] if output.ndim == 3 else output, "mean")
 
         return hook
 
@@ -289,24 +121,10 @@ def diffusion_encoder(
     return encode
 
 
-def pooled(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
+def pool_features(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
     """One feature per image, from tokens `(batch, number, dim)` or a map `(batch, dim, height, width)`."""
     if tokens.ndim == 4:
         if pooling != "mean":
             raise ValueError(f"A convolutional model has no class token: pool by `mean`, not `{pooling}`.")
         return tokens.mean(dim=(2, 3))
     return pool(tokens, pooling)
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """Of weights and config: the same for the same model, wherever it lies."""
-    digest = hashlib.sha256(type(model).__name__.encode())
-    config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
-    meaning = {
-        name: value for name, value in config.items() if not name.startswith("_") and name != "transformers_version"
-    }
-    digest.update(json.dumps(meaning, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -19,8 +19,10 @@ from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
-from ..data import DataError
-from .features import Encoder, fingerprint, transformer_encoder
+from ..data.shards import Encoder
+from ..errors import DataError
+from ..provenance import model_fingerprint
+from .features import transformer_encoder
 from .frechet import check_pair, distance_from, kernel_distance, neighbours
 
 
@@ -62,7 +64,10 @@ def image_features(network: str = "pixels", device="cpu", revision: str | None =
         return {"features": features}
 
     preparation = hashlib.sha256(processor.to_json_string().encode()).hexdigest()[:8]
-    return encode_prepared, f"{type(model).__name__} {fingerprint(model)}, last.{pooling}, processor {preparation}"
+    return (
+        encode_prepared,
+        f"{type(model).__name__} {model_fingerprint(model)}, last.{pooling}, processor {preparation}",
+    )
 
 
 def inception_encoder(inception: torch.nn.Module) -> Encoder:

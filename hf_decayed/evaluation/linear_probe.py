@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from ..optimization import LARS, warmup_cosine
 from .effective_rank import in_double
 from .knn import check_splits
 
@@ -131,3 +130,44 @@ def ridge(train_features, train_labels, test_features, num_classes: int, regular
     gram = train.T @ train / len(train) + regularization * identity
     weights = torch.linalg.solve(gram, train.T @ (targets - average) / len(train))
     return (test @ weights + average).argmax(dim=1)
+
+
+def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
+    """Share of the peak learning rate at a step: up in a line over `warmup_steps`, then half a cosine down to 0."""
+    if step < warmup_steps:
+        return step / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+class LARS(torch.optim.Optimizer):
+    """Layer-wise adaptive rate scaling (You et al., 2017), as linear probing uses it; torch has none.
+
+    Each matrix moves by its own norm over that of its gradient, times `trust_coefficient`; biases by plain momentum.
+    """
+
+    def __init__(
+        self, parameters, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust_coefficient=0.001
+    ):
+        super().__init__(
+            parameters,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient},
+        )
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                update = parameter.grad
+                if parameter.ndim > 1:
+                    update = update.add(parameter, alpha=group["weight_decay"])
+                    length, update_length = parameter.norm(), update.norm()
+                    trust = group["trust_coefficient"] * length / update_length
+                    update = update * torch.where((length > 0) & (update_length > 0), trust, torch.ones_like(trust))
+                velocity = self.state[parameter].setdefault("velocity", torch.zeros_like(parameter))
+                velocity.mul_(group["momentum"]).add_(update)
+                parameter.add_(velocity, alpha=-group["lr"])
+        return loss

@@ -11,7 +11,7 @@ import datasets
 import evaluate
 import torch
 
-from hf_decayed.evaluation import effective_rank
+from ...evaluation import effective_rank
 
 
 DESCRIPTION = (

@@ -11,7 +11,7 @@ import datasets
 import evaluate
 import torch
 
-from hf_decayed.evaluation import frechet_distance
+from ...evaluation import frechet_distance
 
 
 DESCRIPTION = (

@@ -11,7 +11,7 @@ import datasets
 import evaluate
 import torch
 
-from hf_decayed.evaluation import linear_probe
+from ...evaluation import linear_probe
 
 
 DESCRIPTION = (

@@ -18,16 +18,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
-from .cards import licence_of
-from .cli import check_fields
-from .conversion_diffusion import DIFFUSION_KINDS, fields_of, from_diffusion
-from .models.configuration_decayed_vit_mae import PLAIN, DecayedViTMAEConfig, as_pair
-from .models.modeling_decayed_vit_mae import (
+from ..command_line import check_fields
+from ..models.configuration_decayed_vit_mae import PLAIN, DecayedViTMAEConfig, as_pair
+from ..models.modeling_decayed_vit_mae import (
     VIT_MAE_KEY_MAPPING,
     DecayedViTMAEForImageClassification,
     DecayedViTMAEForPreTraining,
     DecayedViTMAEModel,
 )
+from .cards import read_licence
+from .conversion_diffusion import DIFFUSION_KINDS, diffusion_fields, from_diffusion
 
 
 # What each kind of checkpoint is, and under which licence its weights came into the world.
@@ -38,6 +38,7 @@ KINDS = {
     "decayed-mae": ("a folder of this package at the plain preset; becomes transformers' ViTMAE", None),
     **DIFFUSION_KINDS,
 }
+
 
 # timm's names, which both MAE code bases use -> ours. Fused matrices are split afterwards.
 TIMM_NAMES = {
@@ -56,8 +57,11 @@ TIMM_NAMES = {
     r"\.attention\.proj\.": ".attention.o_proj.",
 }
 
+
 # Shapes do not tell the number of heads; these are the ones of the published widths.
 HEADS_BY_WIDTH = {384: 6, 768: 12, 1024: 16, 1280: 16}
+
+
 DECODER_HEADS_BY_WIDTH = {512: 16}
 
 
@@ -83,7 +87,7 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
         raise ConversionError(f"The output '{output}' exists already; name a new folder.")
     known = {field.name for field in dataclasses.fields(DecayedViTMAEConfig)} | {"num_labels", "id2label", "label2id"}
     if kind in DIFFUSION_KINDS:
-        known = fields_of(kind)
+        known = diffusion_fields(kind)
     try:
         check_fields(fields, known)
     except ValueError as error:
@@ -100,7 +104,7 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
         # SiT's training keeps an average of the weights, which is what it samples from.
         weights, _ = read_weights(checkpoint, wrappers=("ema", "model", "state_dict"))
         try:
-            model, notes = from_diffusion(kind, weights, fields, fill)
+            model, notes = from_diffusion(kind, weights, fields, load_weights)
         except ConversionError:
             raise
         except ValueError as error:
@@ -110,7 +114,7 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
     if fields:
         notes.append("Set by hand: " + ", ".join(f"{name}={value!r}" for name, value in fields.items()) + ".")
 
-    licence = KINDS[kind][1] or licence_of(checkpoint) or "unknown"
+    licence = KINDS[kind][1] or read_licence(checkpoint) or "unknown"
     card = model_card(kind, checkpoint, model, licence, notes)
     processor = checkpoint / "preprocessor_config.json"
     # Written beside the target and renamed: a folder named `output` is a finished one.
@@ -212,7 +216,7 @@ def from_timm_names(
     if assumed and model_class is DecayedViTMAEForPreTraining:
         values = ", ".join(f"{name}={getattr(config, name)}" for name in assumed)
         notes.append(f"Assumed, because the file does not tell: {values}.")
-    return fill(model_class(config), converted), notes
+    return load_weights(model_class(config), converted), notes
 
 
 def timm_config(kind: str, weights: dict[str, torch.Tensor], arguments: dict, fields: dict) -> DecayedViTMAEConfig:
@@ -279,7 +283,7 @@ def from_vit_mae(folder: Path, fields: dict) -> PreTrainedModel:
     with_decoder = any(name.startswith("decoder.") for name in converted)
     if not with_decoder:
         converted = {name.removeprefix("vit."): tensor for name, tensor in converted.items()}
-    return fill((DecayedViTMAEForPreTraining if with_decoder else DecayedViTMAEModel)(config), converted)
+    return load_weights((DecayedViTMAEForPreTraining if with_decoder else DecayedViTMAEModel)(config), converted)
 
 
 def to_vit_mae(model: DecayedViTMAEModel | DecayedViTMAEForPreTraining) -> ViTMAEModel | ViTMAEForPreTraining:
@@ -308,10 +312,10 @@ def to_vit_mae(model: DecayedViTMAEModel | DecayedViTMAEForPreTraining) -> ViTMA
         | {name: as_pair(getattr(config, name))[0] for name in ("image_size", "patch_size")}
     )
     vit_mae_class = ViTMAEForPreTraining if isinstance(model, DecayedViTMAEForPreTraining) else ViTMAEModel
-    return fill(vit_mae_class(theirs), model.state_dict())
+    return load_weights(vit_mae_class(theirs), model.state_dict())
 
 
-def fill(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+def load_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
     """Loads all of `weights` into all of `model`, or raises with every key that has no counterpart."""
     state = model.state_dict()
     missing, unknown = sorted(state.keys() - weights.keys()), sorted(weights.keys() - state.keys())

@@ -30,15 +30,17 @@ def rand_augment(
         skipped, negative = generator.random(2) < 0.5
         strength = float(np.clip(generator.normal(magnitude, 0.5), 0, 10)) / 10
         if not skipped:
-            image = operate(image, name, strength, -strength if negative else strength, fill)
+            image = apply_operation(image, name, strength, -strength if negative else strength, fill)
     return image
 
 
 OPERATIONS = ["autocontrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize_add", "color"]
+
+
 OPERATIONS += ["contrast", "brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y"]
 
 
-def operate(image: Image.Image, name: str, strength: float, signed: float, fill) -> Image.Image:
+def apply_operation(image: Image.Image, name: str, strength: float, signed: float, fill) -> Image.Image:
     """One operation at a strength in [0, 1]; 0 leaves the image as it is, where the operation has a strength."""
     if name in ("autocontrast", "equalize", "invert"):
         return getattr(ImageOps, name)(image)

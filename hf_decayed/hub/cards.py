@@ -17,11 +17,17 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
+from ..evaluation.tables import format_metric, markdown_table, protocol_text
+
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
+
+
 PLACEHOLDER = "path/or/repository"  # in lines that load the model, as long as it has no name
 
-MARK = "<!-- written by `hf-decayed card`, from the files beside it -->"  # of cards that may be written anew
+
+MARKER = "<!-- written by `hf-decayed card`, from the files beside it -->"  # of cards that may be written anew
+
 
 # Class in the config -> what it is, library, task.
 KINDS = {
@@ -32,8 +38,10 @@ KINDS = {
     "DecayedUViTPipeline": ("U-ViT that generates images", "diffusers", "unconditional-image-generation"),
     "DecayedSiTPipeline": ("SiT that generates images", "diffusers", "unconditional-image-generation"),
 }
+
+
 # Figures that the training scripts write themselves.
-OWN_FIGURES = {
+TRAINING_METRICS = {
     "loss": "training loss, of the last steps",
     "knn_accuracy": "kNN accuracy on held-out images",
     "knn_accuracy_pixels": "the same of raw pixels",
@@ -42,12 +50,16 @@ OWN_FIGURES = {
     "accuracy_top5": "accuracy, first five",
     "effective_rank": "effective rank (entropy) of held-out features",
 }
+
+
 # Of them the card shows those that are there.
 PICTURES = {
     "samples.png": "samples",
     "reconstructions.png": "images, what the encoder sees of them, and what is made of that",
     "curves.png": "over training",
 }
+
+
 LIMITS = {
     "image-feature-extraction": "Features for nearest neighbours, probes and fine-tuning of images like those it was trained "
     "on; nothing else was tried.",
@@ -56,10 +68,14 @@ LIMITS = {
     "unconditional-image-generation": "It draws images like those it was trained on, as well as the figures of this card say "
     "and no better. It may reproduce training images closely; do not take its images for photographs of anything.",
 }
+
+
 METHOD = (
     "Of decayed shortcuts the paper reports that they are not for contrastive training, which needs features of high rank, "
     "and that a decay of 0.4 or less trains unstably."
 )
+
+
 BIAS = "It repeats the biases of its training data, which were not looked into."
 
 
@@ -74,9 +90,9 @@ def write_card(
     path = folder / "README.md"
     if repo_id:
         validate_repo_id(repo_id)
-    if not overwrite and path.exists() and MARK not in path.read_text():
+    if not overwrite and path.exists() and MARKER not in path.read_text():
         raise ValueError(f"'{path}' was not written by this command: give --overwrite if it may go.")
-    card = render_card(folder, repo_id, licence or licence_of(folder))
+    card = render_card(folder, repo_id, licence or read_licence(folder))
     path.write_text(str(card).rstrip() + "\n")
     return path
 
@@ -85,7 +101,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
     kind, config, index = describe(folder)
     noun, library, task = KINDS[kind]
     decay = config["shortcut_decay"]
-    results = read(folder / "results.json")
+    results = read_json(folder / "results.json")
     files, about = sorted((folder / "results").glob("*.json")), folder / "about.md"
     evaluations = [read_evaluation(file) for file in files]
     name = repo_id or PLACEHOLDER
@@ -97,9 +113,9 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         pipeline_tag=task,
         tags=["hf_decayed", "decayed-identity-shortcuts"],
         model_name=repo_id.split("/")[-1] if repo_id else title,
-        eval_results=metadata_of(evaluations, task) or None,
+        eval_results=card_metadata(evaluations, task) or None,
     )
-    figures = [own_table(results)] if own_table(results) else []
+    figures = [training_table(results)] if training_table(results) else []
     for file, evaluation in zip(files, evaluations):
         figures.append(evaluation_text(evaluation))
         if file.with_suffix(".png").exists():
@@ -108,11 +124,11 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         data,
         template_path=str(TEMPLATE),
         title=title,
-        mark=MARK,
+        mark=MARKER,
         description=f"{'An' if noun[0] in 'aeio' else 'A'} {noun}{trained_on(results)}.",
         shortcuts=shortcuts_text(config),
         about=about.read_text().strip() if about.exists() else "",
-        parameters=parameters_of(folder),
+        parameters=count_parameters(folder),
         pictures={text: name for name, text in PICTURES.items() if (folder / name).exists()},
         usage=usage(kind, config, index, name, results),
         training=training_text(results),
@@ -124,12 +140,12 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
 
 def describe(folder: Path) -> tuple[str, dict, dict]:
     """The class, the config of the network, and a pipeline's index."""
-    index = read(folder / "model_index.json")
+    index = read_json(folder / "model_index.json")
     if index:
         kind = index["_class_name"][-1] if isinstance(index["_class_name"], list) else index["_class_name"]
-        config = read(folder / ("unet" if "unet" in index else "transformer") / "config.json")
+        config = read_json(folder / ("unet" if "unet" in index else "transformer") / "config.json")
     else:
-        config = read(folder / "config.json")
+        config = read_json(folder / "config.json")
         kind = (config.get("architectures") or ["nothing"])[0]
     if kind not in KINDS or "shortcut_decay" not in config:
         raise ValueError(f"'{folder}' holds no model or pipeline of ours ({kind}), so there is no card to make.")
@@ -208,11 +224,13 @@ def training_text(results: dict) -> str:
     return f"On {results['dataset']['name']} ({used}): {', '.join(facts)}, seed {results.get('seed')}.\n\n    {results['command']}"
 
 
-def own_table(results: dict) -> str:
+def training_table(results: dict) -> str:
     """What the training script measured at its end."""
-    names = {**OWN_FIGURES, **{name: name.replace("_", " ") for name in results if name.startswith("frechet_")}}
+    names = {**TRAINING_METRICS, **{name: name.replace("_", " ") for name in results if name.startswith("frechet_")}}
     rows = [
-        f"| {text} | {as_text(name, results[name])} |" for name, text in names.items() if results.get(name) is not None
+        f"| {text} | {format_metric(name, results[name])} |"
+        for name, text in names.items()
+        if results.get(name) is not None
     ]
     return "\n".join(["| measured at the end of training | |", "|---|---|", *rows]) if rows else ""
 
@@ -230,31 +248,11 @@ def evaluation_text(evaluation: dict) -> str:
         rows = {name: rows[name] for name in dict.fromkeys([*evaluation["best"].values(), "pixels"]) if name in rows}
     return (
         f"{dataset['name']}, {number}; {protocol_text(evaluation['protocol'], rows)}; protocol "
-        f"`{evaluation['protocol_hash']}`:\n\n{table(rows)}\n\n    {evaluation['command']}"
+        f"`{evaluation['protocol_hash']}`:\n\n{markdown_table(rows)}\n\n    {evaluation['command']}"
     )
 
 
-def protocol_text(protocol: dict, rows: dict[str, dict[str, float]]) -> str:
-    """How it was measured, in words; all of it is in the results file."""
-    measured = {metric for row in rows.values() for metric in row}
-    parts = [f"features: {protocol['features']}"]
-    if "knn" in protocol and "knn_accuracy" in measured:
-        votes = protocol["knn"]["temperature"]
-        votes = f"temperature {votes:g}" if votes else "a vote each"
-        parts.append(f"kNN: k = {protocol['knn']['k']}, {protocol['knn']['similarity']}, {votes}")
-    if "linear" in protocol and "linear_accuracy" in measured:
-        parts.append(f"linear: {protocol['linear']['name']}")
-    if "rank" in protocol and "effective_rank" in measured:
-        parts.append(f"rank: {protocol['rank']}")
-    if "reference" in protocol:
-        parts.append(f"{protocol['samples']} samples against {protocol['reference']}")
-    if "sampling" in protocol:
-        sampling = protocol["sampling"]
-        parts.append(f"{sampling['num_inference_steps']} steps, guidance {sampling['guidance_scale']:g}")
-    return "; ".join(parts)
-
-
-def metadata_of(evaluations: list[dict], task: str) -> list[EvalResult]:
+def card_metadata(evaluations: list[dict], task: str) -> list[EvalResult]:
     """For the Hub's leaderboards: the first row that is the model's own, of every evaluation."""
     found = []
     for evaluation in evaluations:
@@ -276,7 +274,7 @@ def metadata_of(evaluations: list[dict], task: str) -> list[EvalResult]:
     return found
 
 
-def parameters_of(folder: Path) -> str:
+def count_parameters(folder: Path) -> str:
     """Of all networks but autoencoders, which others trained."""
     number = 0
     for file in folder.rglob("*.safetensors"):
@@ -290,25 +288,7 @@ def parameters_of(folder: Path) -> str:
     return f"{number / 1e6:.1f} million"
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
-    """Markdown, a row for each; figures that have a `_spread` show it."""
-    columns = [name for name in next(iter(rows.values())) if not name.endswith("_spread")]
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
-    for name, row in rows.items():
-        cells = [as_text(each, row[each], row.get(f"{each}_spread")) for each in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def as_text(metric: str, value: float, spread: float | None = None) -> str:
-    if "accuracy" in metric:
-        return f"{100 * value:.1f} %"
-    if spread is not None:
-        return f"{value:.3g} +- {spread:.2g}"
-    return f"{value:.2f}"
-
-
-def licence_of(folder: Path) -> str | None:
+def read_licence(folder: Path) -> str | None:
     """The licence that a folder's own card gives its weights."""
     card = folder / "README.md"
     try:
@@ -317,7 +297,7 @@ def licence_of(folder: Path) -> str | None:
         return None
 
 
-def read(path: Path) -> dict:
+def read_json(path: Path) -> dict:
     """A file of JSON, or nothing where there is none."""
     try:
         content = json.loads(path.read_text()) if path.exists() else {}
@@ -329,7 +309,7 @@ def read(path: Path) -> dict:
 
 
 def read_evaluation(path: Path) -> dict:
-    content = read(path)
+    content = read_json(path)
     try:
         evaluation_text(content)
     except (KeyError, TypeError, AttributeError, StopIteration) as error:

@@ -16,8 +16,12 @@ from safetensors import safe_open
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from .data import Augmentation, DataError, DiffusionImages, MiddleOfImages, sample_generator
-from .evaluation.features import ImagesInOrder, fingerprint, read_shards, write_shards
+from ..errors import DataError
+from ..provenance import model_fingerprint
+from .datasets import DiffusionImages, EvaluationDataset
+from .keyed_random import sample_generator
+from .shards import read_shards, write_shards
+from .transforms import Augmentation, CenterCropProcessor
 
 
 class Latents(Dataset):
@@ -55,7 +59,7 @@ class Latents(Dataset):
         raise NotImplementedError
 
 
-class KeptLatents(Latents):
+class CachedLatents(Latents):
     """From shards: in memory up to a limit, beyond it read from the disk as they are asked for."""
 
     def __init__(self, shards: list[Path], memory_limit: int, **settings):
@@ -89,7 +93,7 @@ class KeptLatents(Latents):
 class EncodedLatents(Latents):
     """Encoded as they are asked for: slow, and what kept latents are checked against."""
 
-    def __init__(self, vae: AutoencoderKL, images: ImagesInOrder, labels: torch.Tensor | None, **settings):
+    def __init__(self, vae: AutoencoderKL, images: EvaluationDataset, labels: torch.Tensor | None, **settings):
         super().__init__(number=len(images), labels=labels, **settings)
         self.vae, self.images, self.memory = vae, images, None
 
@@ -101,9 +105,9 @@ class EncodedLatents(Latents):
         return self.vae.encode(pixel_values).latent_dist.parameters.float().cpu()
 
 
-def keep_latents(
+def cache_latents(
     vae: AutoencoderKL,
-    images: ImagesInOrder,
+    images: EvaluationDataset,
     folder: str | Path,
     identity: dict,
     accelerator: Accelerator,
@@ -126,16 +130,14 @@ def keep_latents(
             )
         return dict(zip(("moments", "mirrored"), moments))
 
-    identity = {**identity, "vae": fingerprint(vae), "kind": "latents"}
+    identity = {**identity, "vae": model_fingerprint(vae), "kind": "latents"}
     settings = {"description": "encoding latents", "precision": str(vae.dtype)}
     return write_shards(encode, images, folder, identity, accelerator, batch_size, shard_size, num_workers, **settings)
 
 
 def sample_shape(vae: AutoencoderKL | None, image_channels: int, image_size: int) -> tuple[int, int]:
     """Channels, and height and width, of what a diffusion model is trained on."""
-    return (
-        (image_channels, image_size) if vae is None else (vae.config.latent_channels, sample_size_of(vae, image_size))
-    )
+    return (image_channels, image_size) if vae is None else (vae.config.latent_channels, latent_size(vae, image_size))
 
 
 def diffusion_images(
@@ -169,14 +171,18 @@ def latent_images(
     vae: AutoencoderKL, train, image_column: str, label_column: str | None, options, accelerator: Accelerator
 ) -> Latents:
     """The latents of a data set as a script's options want them: the middle of each image, a square, brought to size."""
-    processor = MiddleOfImages(options.image_size, options.image_size, signed=True)
-    images = ImagesInOrder(train, image_column, label_column, processor, vae.config.in_channels, options.on_bad_image)
+    processor = CenterCropProcessor(options.image_size, options.image_size, signed=True)
+    images = EvaluationDataset(
+        train, image_column, label_column, processor, vae.config.in_channels, options.on_bad_image
+    )
     settings = {"seed": options.seed, "flip": options.horizontal_flip, **latent_scaling(vae)}
     if options.keep_latents:
         identity = {"data": train._fingerprint, "columns": [image_column, label_column]}
         identity["processor"] = json.loads(processor.to_json_string())
-        shards = keep_latents(vae, images, options.latents_dir, identity, accelerator, num_workers=options.num_workers)
-        return KeptLatents(shards, int(options.memory_limit_gb * 2**30), **settings)
+        shards = cache_latents(
+            vae, images, options.latents_dir, identity, accelerator, num_workers=options.num_workers
+        )
+        return CachedLatents(shards, int(options.memory_limit_gb * 2**30), **settings)
     if options.on_bad_image == "skip":
         raise DataError("--on_bad_image skip needs --keep_latents true.")
     labels = torch.tensor(train[label_column][:]) if label_column else None
@@ -191,9 +197,9 @@ def load_vae(path: str, device) -> AutoencoderKL:
     return vae
 
 
-def sample_size_of(vae: AutoencoderKL, image_size: int) -> int:
+def latent_size(vae: AutoencoderKL, image_size: int) -> int:
     """Height and width of the latent of a square image."""
-    factor = shrinks_by(vae)
+    factor = vae_scale_factor(vae)
     if image_size % factor != 0:
         raise DataError(
             f"--image_size must be divisible by {factor}, which the autoencoder shrinks by, got {image_size}."
@@ -201,7 +207,7 @@ def sample_size_of(vae: AutoencoderKL, image_size: int) -> int:
     return image_size // factor
 
 
-def shrinks_by(vae: AutoencoderKL) -> int:
+def vae_scale_factor(vae: AutoencoderKL) -> int:
     """How many pixels of an image make one of its latent, each way."""
     return 2 ** (len(vae.config.block_out_channels) - 1)
 

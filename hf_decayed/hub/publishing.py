@@ -25,23 +25,36 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file
 
-from .cards import PLACEHOLDER, read
-from .evaluation.features import fingerprint
-from .runs import versions
+from ..provenance import model_fingerprint, versions
+from .cards import PLACEHOLDER, read_json
 
 
 # What runs leave beside the model: it stays here.
-STAYS_HERE = {"checkpoints", "arguments.json", "identity.json", "reconstructions", "samples", "evaluated", "runs"}
-STAYS_HERE |= {"mae", "uvit", "sit", "finetune"}  # of trackers, named after the scripts
+LOCAL_ONLY = {"checkpoints", "arguments.json", "identity.json", "reconstructions", "samples", "evaluated", "runs"}
+
+
+LOCAL_ONLY |= {"mae", "uvit", "sit", "finetune"}  # of trackers, named after the scripts
+
+
 PUBLISHED = {".safetensors", ".json", ".jsonl", ".py", ".md", ".png", ".txt", ".yaml"}
+
+
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy"}
+
+
 PICKLED = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # how pickles begin, and the archives that torch.save writes
+
+
 KEY_FILES = re.compile(
     r"^(\.env.*|\.netrc|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|key|p12|pfx)|.*(token|secret|credential).*)$",
     re.IGNORECASE,
 )
+
+
 # A tokenizer's files are no secrets.
 NO_KEY_FILES = re.compile(r"^(tokenizer.*|special_tokens_map|added_tokens)\.json$")
+
+
 SECRETS = {
     "a Hugging Face token": re.compile(r"\bhf_(oauth_)?[A-Za-z0-9]{20,}"),
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
@@ -49,14 +62,24 @@ SECRETS = {
     "a token of GitHub": re.compile(r"\bgh[pousr]_[A-Za-z0-9]{30,}"),
     "a key of an API": re.compile(r"\bsk-[A-Za-z0-9_-]{20,}"),
 }
+
+
 # At the start of a value, or after what may stand before a path; addresses on the web (`//`) are none.
 LOCAL_PATH = re.compile(
     r"""(^|[\s'",:=(\[/\\])\.\.([\\/]|$)|(^|[\s'",:=(\[])(file:///|~/|[A-Za-z]:[\\/]|\\\\\w"""
     r"""|/(home|root|Users|tmp|mnt|media|work|data|scratch|var|opt|srv|private|workspace|content|kaggle|gpfs|lustre|nfs)/)"""
 )
+
+
 NUMBER = re.compile(r"(?<![A-Za-z\d.])-?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")  # in a cell, whatever follows it
-UNDER_A_HEADING = re.compile(r"\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?")
+
+
+TABLE_RULE = re.compile(r"\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?")
+
+
 PERCENTAGE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s?%")
+
+
 ABSOLUTE = re.compile(r"""(^|[\s'"=(\[,:])/[\w.]|(^|[\s'"=(\[,])//\w""")  # in JSON, which has no sentences
 
 
@@ -86,11 +109,11 @@ def publish(
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder) / "repository"
         stage(source, staged)
-        name_the_repository(staged / "README.md", source, repo_id)
-        refuse_unfit(staged)
+        set_repo_id(staged / "README.md", source, repo_id)
+        validate_staged(staged)
         difference = prove(source, staged, Path(folder))
         files = sorted(path for path in staged.rglob("*") if path.is_file())
-        listing = "\n".join(f"{size_of(path):>10}  {path.relative_to(staged).as_posix()}" for path in files)
+        listing = "\n".join(f"{format_size(path):>10}  {path.relative_to(staged).as_posix()}" for path in files)
         proof = f"loads without hf_decayed and gives what the source gives (largest difference {difference:.1e})"
         if keep:
             # Before the push: what cannot be kept should not cost the name of the commit.
@@ -154,7 +177,7 @@ def stage(source: Path, staged: Path) -> None:
         name = path.relative_to(source)
         keys = any(KEY_FILES.match(part) and not NO_KEY_FILES.match(part) for part in name.parts)
         hidden = any(part.startswith(".") for part in name.parts) and not keys
-        if path.is_dir() or name.parts[0] in STAYS_HERE or hidden or "__pycache__" in name.parts:
+        if path.is_dir() or name.parts[0] in LOCAL_ONLY or hidden or "__pycache__" in name.parts:
             continue
         if keys:
             raise PublishingError(f"'{name}' looks like a file of keys or tokens: move it out of '{source}'.")
@@ -171,17 +194,17 @@ def stage(source: Path, staged: Path) -> None:
         shutil.copyfile(path, staged / name)
     # Where a part was loaded from, which diffusers writes down, nobody needs.
     for config in [*staged.rglob("*config.json"), *staged.glob("model_index.json")]:
-        content = read(config)
+        content = read_json(config)
         if content.pop("_name_or_path", None) is not None:
             config.write_text(json.dumps(content, indent=2) + "\n")
     if not list(staged.rglob("*.safetensors")):
         raise PublishingError(f"'{source}' holds no weights (.safetensors).")
-    for module in modules_of(staged):
+    for module in code_modules(staged):
         if not list(staged.rglob(f"{module}.py")):  # a component's lies in the component's folder
             raise PublishingError(f"'{module}.py', which the config names, is missing: save the model again.")
     check_processor(staged)
     if not (staged / "LICENSE").exists():  # the code's; the card says the weights'
-        (staged / "LICENSE").write_text(our_licence())
+        (staged / "LICENSE").write_text(package_licence())
     if not (staged / "README.md").exists():
         raise PublishingError(f"'{source}' has no card: write a README.md, or train with a script, which writes one.")
 
@@ -192,7 +215,7 @@ def check_processor(staged: Path) -> None:
         raise PublishingError("There is no image processor (preprocessor_config.json): save one beside the model.")
 
 
-def our_licence() -> str:
+def package_licence() -> str:
     """Of a clone, or of an installed package, whose metadata hold it."""
     here = Path(__file__).parents[1]
     if (here / "pyproject.toml").exists():
@@ -200,7 +223,7 @@ def our_licence() -> str:
     return importlib.metadata.distribution("hf_decayed").read_text("licenses/LICENSE")
 
 
-def name_the_repository(card: Path, source: Path, repo_id: str) -> None:
+def set_repo_id(card: Path, source: Path, repo_id: str) -> None:
     """Lines of the card that load the model from no name yet, or from the folder it lies in, name where it goes."""
     names = [PLACEHOLDER, str(source), "/".join(source.absolute().parts[-2:])]
     text = card.read_text()
@@ -214,10 +237,10 @@ def name_the_repository(card: Path, source: Path, repo_id: str) -> None:
     card.write_text(text)
 
 
-def modules_of(staged: Path) -> set[str]:
+def code_modules(staged: Path) -> set[str]:
     """Code files that the repository's own config names."""
     config = next(staged / name for name in ("model_index.json", "config.json") if (staged / name).exists())
-    content = read(config)
+    content = read_json(config)
     entries = content.get("auto_map") or {}
     if not isinstance(entries, dict):
         raise PublishingError(f"`auto_map` in '{config.name}' must name code by class, got {entries!r}.")
@@ -236,7 +259,7 @@ def modules_of(staged: Path) -> set[str]:
     return found
 
 
-def refuse_unfit(staged: Path) -> None:
+def validate_staged(staged: Path) -> None:
     """Secrets, paths of this machine, and numbers that nobody measured."""
     for path in sorted(staged.rglob("*")):
         if path.is_dir() or path.suffix.lower() in (".safetensors", ".png"):
@@ -253,7 +276,7 @@ def refuse_unfit(staged: Path) -> None:
                 except json.JSONDecodeError as error:
                     where = "" if whole else f" in line {number}"
                     raise PublishingError(f"'{name}' is not JSON{where}: {error}.") from error
-                for key, value in strings_of(content):
+                for key, value in iterate_strings(content):
                     if LOCAL_PATH.search(value) or ABSOLUTE.search(value):
                         raise PublishingError(f"'{name}' holds a path of this machine under {key}: {value!r}.")
         elif path.suffix.lower() != ".py" and path.name not in ("LICENSE", "NOTICE"):
@@ -265,29 +288,29 @@ def refuse_unfit(staged: Path) -> None:
     check_card(staged)
 
 
-def strings_of(value, key: str = "the top") -> Iterator[tuple[str, str]]:
+def iterate_strings(value, key: str = "the top") -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
         for name, each in value.items():
             yield key, name
-            yield from strings_of(each, f"'{name}'")
+            yield from iterate_strings(each, f"'{name}'")
     elif isinstance(value, list):
         for each in value:
-            yield from strings_of(each, key)
+            yield from iterate_strings(each, key)
 
 
-def numbers_of(value) -> Iterator[float]:
+def iterate_numbers(value) -> Iterator[float]:
     if isinstance(value, bool):
         return
     if isinstance(value, (int, float)):
         yield float(value)
     elif isinstance(value, dict):
         for each in value.values():
-            yield from numbers_of(each)
+            yield from iterate_numbers(each)
     elif isinstance(value, list):
         for each in value:
-            yield from numbers_of(each)
+            yield from iterate_numbers(each)
 
 
 def check_card(staged: Path) -> None:
@@ -303,11 +326,11 @@ def check_card(staged: Path) -> None:
     if not card.data.to_dict():
         raise PublishingError("The card has no metadata: begin README.md with a block between lines of '---'.")
     files = [*staged.glob("results*.json"), *staged.glob("results/*.json"), *staged.glob("evaluation*.json")]
-    measured = [number for file in files for number in numbers_of(read(file))]
+    measured = [number for file in files for number in iterate_numbers(read_json(file))]
     lines = [line.strip() for line in card.text.splitlines()]
     claimed = [str(result.metric_value) for result in card.data.eval_results or []]
     for line, following in zip(lines, [*lines[1:], ""]):
-        if "|" in line and not ("-" in following and UNDER_A_HEADING.fullmatch(following)):
+        if "|" in line and not ("-" in following and TABLE_RULE.fullmatch(following)):
             first, *others = line.strip("|").replace("_", " ").split("|")
             claimed += [number for number in NUMBER.findall(first) if "." in number]
             claimed += [number for cell in others for number in NUMBER.findall(cell)]
@@ -323,7 +346,7 @@ def check_card(staged: Path) -> None:
             )
 
 
-def answer_of(loaded):
+def reference_output(loaded):
     """What a model or pipeline gives for the same noise; imports all it needs, since it goes to another process."""
     import torch
 
@@ -347,7 +370,7 @@ def answer_of(loaded):
     return (outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state).float()
 
 
-LOADING = """
+LOADING_SCRIPT = """
 import sys
 sys.modules["hf_decayed"] = None  # whoever loads this has no such package
 from safetensors.torch import save_file
@@ -366,20 +389,32 @@ def prove(source: Path, staged: Path, folder: Path) -> float:
         from .sampling import fingerprint_of, load_pipeline
 
         pipeline = load_pipeline(str(source))
-        library, expected, mark = "diffusers", {"DiffusionPipeline": answer_of(pipeline)}, fingerprint_of(pipeline)
+        library, expected, mark = (
+            "diffusers",
+            {"DiffusionPipeline": reference_output(pipeline)},
+            fingerprint_of(pipeline),
+        )
     else:
         architecture = (json.loads((staged / "config.json").read_text()).get("architectures") or [""])[0]
         head = next((head for head in ("ForPreTraining", "ForImageClassification") if architecture.endswith(head)), "")
         library, expected = "transformers", {}
         for loader in dict.fromkeys([f"AutoModel{head}", "AutoModel"]):  # the second is what cards show
             loaded = getattr(transformers, loader).from_pretrained(source)
-            expected[loader] = answer_of(loaded)
-        mark = fingerprint(loaded)
+            expected[loader] = reference_output(loaded)
+        mark = model_fingerprint(loaded)
     output = folder / "answers.safetensors"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_TOKEN")}
     environment |= {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", inspect.getsource(answer_of) + LOADING, str(staged), str(output), library, *expected],
+        [
+            sys.executable,
+            "-c",
+            inspect.getsource(reference_output) + LOADING_SCRIPT,
+            str(staged),
+            str(output),
+            library,
+            *expected,
+        ],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -397,14 +432,14 @@ def prove(source: Path, staged: Path, folder: Path) -> float:
                 f"The staged folder gives something else than '{source}' (largest difference {differences[-1]:.1e}): its "
                 "code or its weights are not those of this package; save the model again."
             )
-    check_origin(staged, mark)
+    check_evaluations(staged, mark)
     return max(differences)
 
 
-def check_origin(staged: Path, mark: str) -> None:
+def check_evaluations(staged: Path, mark: str) -> None:
     """Evaluations that lie beside a model were of it, and not of one that lay there before."""
     for file in sorted(staged.glob("results/*.json")):
-        evaluation = read(file)
+        evaluation = read_json(file)
         measured, dtype = evaluation.get("model_fingerprint"), evaluation.get("protocol", {}).get("dtype", "float32")
         # Other versions may describe the same model in other words.
         if measured in (None, mark) or evaluation.get("versions") != versions() or dtype != "float32":
@@ -412,6 +447,6 @@ def check_origin(staged: Path, mark: str) -> None:
         raise PublishingError(f"'results/{file.name}' was measured on another model: run training/evaluate.py again.")
 
 
-def size_of(path: Path) -> str:
+def format_size(path: Path) -> str:
     size = path.stat().st_size
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"

@@ -6,7 +6,7 @@ import torch
 
 
 @torch.no_grad()
-def skip_use(
+def skip_ablation(
     model: torch.nn.Module, pixel_values: torch.Tensor, noise: torch.Tensor, batch_size: int = 64
 ) -> dict[int, float]:
     """By how much the reconstruction loss rises when the decoder gets the mean of a skip instead of the skip.
@@ -32,7 +32,7 @@ def skip_use(
     def loss_without(index: int | None) -> float:
         hook = None
         if index is not None:
-            hook = model.decoder.skips[index].register_forward_pre_hook(without_the_image)
+            hook = model.decoder.skips[index].register_forward_pre_hook(replace_by_mean)
         try:
             losses = [
                 model(images, noise=order, return_logits=False).loss * len(images)
@@ -47,7 +47,7 @@ def skip_use(
     return {layer: loss_without(index) - whole for index, layer in enumerate(layers)}
 
 
-def without_the_image(skip: torch.nn.Module, arguments: tuple) -> tuple:
+def replace_by_mean(skip: torch.nn.Module, arguments: tuple) -> tuple:
     hidden_states, encoded = arguments
     class_token, patches = encoded[:, :1], encoded[:, 1:]
     means = [each.mean(dim=(0, 1), keepdim=True).expand_as(each) for each in (class_token, patches)]

@@ -16,15 +16,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
 
 
-def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Share of the peak learning rate at a step: up in a line over `warmup_steps`, then half a cosine down to 0."""
-    if step < warmup_steps:
-        return step / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-
-
-def lower_shortcuts(layers, alphas: list[tuple[float, float]], share: float) -> None:
+def set_shortcut_progress(layers, alphas: list[tuple[float, float]], share: float) -> None:
     """Takes the shortcuts of transformer layers this share of the way from 1 down to their alphas."""
     for layer, (attention_alpha, mlp_alpha) in zip(layers, alphas):
         # The last step of the way is the alpha itself, to the bit: a model is saved only with its config's alphas.
@@ -59,40 +51,7 @@ def layerwise_groups(
     return list(groups.values())
 
 
-class LARS(torch.optim.Optimizer):
-    """Layer-wise adaptive rate scaling (You et al., 2017), as linear probing uses it; torch has none.
-
-    Each matrix moves by its own norm over that of its gradient, times `trust_coefficient`; biases by plain momentum.
-    """
-
-    def __init__(
-        self, parameters, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust_coefficient=0.001
-    ):
-        super().__init__(
-            parameters,
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient},
-        )
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                update = parameter.grad
-                if parameter.ndim > 1:
-                    update = update.add(parameter, alpha=group["weight_decay"])
-                    length, update_length = parameter.norm(), update.norm()
-                    trust = group["trust_coefficient"] * length / update_length
-                    update = update * torch.where((length > 0) & (update_length > 0), trust, torch.ones_like(trust))
-                velocity = self.state[parameter].setdefault("velocity", torch.zeros_like(parameter))
-                velocity.mul_(group["momentum"]).add_(update)
-                parameter.add_(velocity, alpha=-group["lr"])
-        return loss
-
-
-def scale_is_sought(scaler: torch.amp.GradScaler | None, loss: float) -> bool:
+def is_scaler_warmup(scaler: torch.amp.GradScaler | None, loss: float) -> bool:
     """With fp16: whether a step was left out because the scale of gradients was too large, as happens every few thousand.
 
     Where the scale is below one and gradients still overflow, it is not the scale's fault.
@@ -100,7 +59,7 @@ def scale_is_sought(scaler: torch.amp.GradScaler | None, loss: float) -> bool:
     return scaler is not None and math.isfinite(loss) and scaler.get_scale() >= 1.0
 
 
-def warmed_average(decay: float):
+def ema_with_warmup(decay: float):
     """For `AveragedModel`: an exponential average that forgets its first weights, so that short runs can be sampled from.
 
     With `decay` from the first step on, 0.999 would still hold a fifth of the untrained weights after 1,500 steps. The rule,

@@ -48,10 +48,10 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, state: di
             }
             (temporary / MANIFEST).write_text(json.dumps(manifest))
             for path in [*files, temporary / MANIFEST, temporary]:
-                sync(path)
+                sync_to_disk(path)
             shutil.rmtree(target, ignore_errors=True)
             os.replace(temporary, target)
-            sync(folder)
+            sync_to_disk(folder)
             for old in sorted(folder.glob("step-*"))[: -keep if keep else 0]:
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
@@ -64,11 +64,11 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, state: di
 def find_checkpoint(wanted: str, folder: Path) -> Path | None:
     """The checkpoint at a path, or, for `latest`, the newest whole one in `folder`; `None` if there is none."""
     if wanted != "latest":
-        if problem := damage(Path(wanted)):
+        if problem := find_damage(Path(wanted)):
             raise ValueError(f"'{wanted}' is not a whole checkpoint: {problem}.")
         return Path(wanted)
     for path in sorted(folder.glob("step-*"), reverse=True):
-        if problem := damage(path):
+        if problem := find_damage(path):
             warnings.warn(f"Passing over the checkpoint '{path.name}': {problem}.", stacklevel=2)
         else:
             return path
@@ -81,7 +81,7 @@ def load_checkpoint(accelerator: Accelerator, path: Path) -> dict:
     return json.loads((path / "state.json").read_text())
 
 
-def damage(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or `None`."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -106,7 +106,7 @@ def checksum(path: Path) -> int:
     return value
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

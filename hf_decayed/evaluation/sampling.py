@@ -6,7 +6,6 @@
 Image i is drawn from a generator of its own, seeded by (seed, i), and always shares its batch with the same others.
 """
 
-import hashlib
 import inspect
 import json
 import math
@@ -23,18 +22,19 @@ from PIL import Image
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from .data import evaluation_images, some
-from .evaluation import frechet_distance
-from .evaluation.features import fingerprint
-from .evaluation.generation import pixel_features
-from .latents import load_vae
-from .models.transformer_decayed_sit import DecayedSiTTransformer2DModel
-from .models.unet_decayed_uvit import DecayedUViT2DModel
-from .pictures import save_grid
-from .pipelines.pipeline_decayed_sit import DecayedSiTPipeline
-from .pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
-from .pipelines.scheduling_sit_sde import SiTSDEScheduler
-from .runs import loading
+from ..data.datasets import evaluation_images
+from ..data.latents import load_vae
+from ..data.sources import take_subset
+from ..errors import explain_loading_errors
+from ..evaluation import frechet_distance
+from ..models.transformer_decayed_sit import DecayedSiTTransformer2DModel
+from ..models.unet_decayed_uvit import DecayedUViT2DModel
+from ..pipelines.pipeline_decayed_sit import DecayedSiTPipeline
+from ..pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
+from ..pipelines.scheduling_sit_sde import SiTSDEScheduler
+from ..plots import save_grid
+from ..provenance import pipeline_fingerprint, public_config
+from .generation import pixel_features
 
 
 def sample(
@@ -73,7 +73,7 @@ def sample(
     pipeline = load_pipeline(model, revision, trust_remote_code, vae) if isinstance(model, str) else model
     pipeline = pipeline.to(accelerator.device)
     pipeline.set_progress_bar_config(disable=True)
-    labels = labels_of(pipeline, classes, num)
+    labels = sample_labels(pipeline, classes, num)
     known = inspect.signature(pipeline.__call__).parameters
     # Said even if it is 1: some of diffusers' own would take more by themselves.
     guidance = {"guidance_scale": guidance_scale} if guidance_scale != 1.0 or "guidance_scale" in known else {}
@@ -81,12 +81,12 @@ def sample(
         if name not in known:
             raise ValueError(f"{type(pipeline).__name__} takes no `{name}`; it takes {', '.join(known)}.")
     identity = {
-        "model": fingerprint_of(pipeline),
+        "model": pipeline_fingerprint(pipeline),
         "num": num,
         "classes": classes,
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
-        "scheduler": public(pipeline.scheduler.config),
+        "scheduler": public_config(pipeline.scheduler.config),
         "seed": seed,
         "batch_size": batch_size,
     }
@@ -94,7 +94,7 @@ def sample(
     identity = json.loads(json.dumps(identity, default=str))
     done = f"{num} samples ({file_format}), samples.png, sampling.json: {output}"
     with accelerator.main_process_first():
-        finished = claim(output, identity)
+        finished = prepare_samples_dir(output, identity)
     if file_format in finished:
         return done
 
@@ -111,7 +111,7 @@ def sample(
             **({"batch_size": len(places)} if labels is None else {"class_labels": [labels[i] for i in places]}),
             num_inference_steps=num_inference_steps,
             # On the CPU, so that every device draws the same.
-            generator=[torch.Generator().manual_seed(seed_of(seed, place)) for place in places],
+            generator=[torch.Generator().manual_seed(sample_seed(seed, place)) for place in places],
             output_type="np",
         ).images
         if not np.isfinite(images).all():  # of other people's pipelines; ours say so themselves
@@ -134,7 +134,7 @@ def sample(
                 image.save(output / "images" / f"{place:06d}.png")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        collect(output, [shards / f"{batch:06d}.npy" for batch in batches], num, file_format)
+        write_samples(output, [shards / f"{batch:06d}.npy" for batch in batches], num, file_format)
         write_record(output, {**identity, "finished": [*finished, file_format]})
         shutil.rmtree(shards)
     accelerator.wait_for_everyone()
@@ -161,7 +161,7 @@ def load_pipeline(
     `vae` names an autoencoder, for a pipeline of latents that has none or should have another.
     """
     given = {"vae": load_vae(vae, "cpu")} if vae else {}
-    with loading(model):
+    with explain_loading_errors(model):
         index = DiffusionPipeline.load_config(model, revision=revision)
     name = index["_class_name"][-1] if isinstance(index["_class_name"], list) else index["_class_name"]
     if name not in OURS:
@@ -180,7 +180,7 @@ def load_pipeline(
     return OURS[name](**arguments)
 
 
-def labels_of(pipeline, classes: str, num: int) -> list[int] | None:
+def sample_labels(pipeline, classes: str, num: int) -> list[int] | None:
     """A class for each sample, or `None`."""
     network = pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
     number = getattr(network.config, "num_classes", 0)
@@ -196,28 +196,12 @@ def labels_of(pipeline, classes: str, num: int) -> list[int] | None:
     return [chosen[place % len(chosen)] for place in range(num)]
 
 
-def seed_of(seed: int, place: int) -> int:
+def sample_seed(seed: int, place: int) -> int:
     """One number for two, so that neighbouring seeds share no images."""
     return int(np.random.SeedSequence([seed, place]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def fingerprint_of(pipeline) -> str:
-    """Of weights and config of every network in it, and of its own config."""
-    networks = {
-        name: fingerprint(component)
-        for name, component in pipeline.components.items()
-        if isinstance(component, torch.nn.Module)
-    }
-    content = json.dumps([networks, public(pipeline.config)], sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def public(config) -> dict:
-    """Without what the library notes for itself, in whatever order."""
-    return {name: value for name, value in config.items() if not name.startswith("_") or name == "_class_name"}
-
-
-def claim(output: Path, identity: dict) -> list[str]:
+def prepare_samples_dir(output: Path, identity: dict) -> list[str]:
     """Makes the folder, or goes on in one that was begun with the same settings; the formats that are finished."""
     record = output / "sampling.json"
     if record.exists():
@@ -243,7 +227,7 @@ def write_record(output: Path, record: dict) -> None:
     os.replace(temporary, output / "sampling.json")
 
 
-def collect(output: Path, shards: list[Path], num: int, file_format: str) -> None:
+def write_samples(output: Path, shards: list[Path], num: int, file_format: str) -> None:
     """A picture of the first samples, and for `npz` the one file."""
     first = np.load(shards[0])
     save_grid(output / "samples.png", first[:64] / 255)
@@ -257,7 +241,7 @@ def collect(output: Path, shards: list[Path], num: int, file_format: str) -> Non
         os.replace(output / ".writing.npz", output / "samples.npz")
 
 
-class Looks:
+class SampleMonitor:
     """Pictures and distances while the network trains, always from the same noise, shared out over the processes."""
 
     def __init__(self, accelerator, pipeline_of, train, image_column, channels, class_names, options):
@@ -269,7 +253,7 @@ class Looks:
         self.channels, self.reference = channels, None
         if options.eval_samples > 1:
             real, _ = evaluation_images(
-                some(train, options.eval_samples),
+                take_subset(train, options.eval_samples),
                 image_column,
                 None,
                 size,

@@ -7,10 +7,10 @@ import re
 import torch
 from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, ModelMixin
 
-from .models.transformer_decayed_sit import DecayedSiTTransformer2DModel
-from .models.unet_decayed_uvit import DecayedUViT2DModel
-from .pipelines.pipeline_decayed_sit import DecayedSiTPipeline
-from .pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
+from ..models.transformer_decayed_sit import DecayedSiTTransformer2DModel
+from ..models.unet_decayed_uvit import DecayedUViT2DModel
+from ..pipelines.pipeline_decayed_sit import DecayedSiTPipeline
+from ..pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 
 
 DIFFUSION_KINDS = {
@@ -18,6 +18,7 @@ DIFFUSION_KINDS = {
     "sit": ("willisma/SiT", "mit"),
     "released-sit": ("the authors' decayed SiT (xiao7199/decayed_Identity_shortcuts)", "unknown"),
 }
+
 
 # Their names -> ours. Fused matrices are split afterwards.
 UVIT_NAMES = {
@@ -30,6 +31,8 @@ UVIT_NAMES = {
     r"^final_layer\.": "conv_out.",
     r"\.skip_linear\.": ".skip_projection.",
 }
+
+
 SIT_NAMES = {
     r"^x_embedder\.proj\.": "patch_embedding.",
     r"^t_embedder\.mlp\.": "time_mlp.",
@@ -41,21 +44,27 @@ SIT_NAMES = {
     r"\.adaLN_modulation\.1\.": ".modulation.",
     r"\.skip\.": ".skip_projection.",
 }
+
+
 BLOCK_NAMES = {r"\.mlp\.fc": ".fc", r"\.attn\.proj\.": ".attn.to_out.0."}
+
 
 # Shapes do not tell the number of heads; these are the ones of the published widths.
 UVIT_HEADS = {512: 8, 768: 12, 1024: 16, 1152: 16}
+
+
 SIT_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
+
 
 SD_LATENT_SCALE = 0.18215  # of Stable Diffusion's VAE, whose latents all published latent models take
 
 
-def model_class_of(kind: str) -> type[ModelMixin]:
+def model_class(kind: str) -> type[ModelMixin]:
     return DecayedUViT2DModel if kind == "uvit" else DecayedSiTTransformer2DModel
 
 
-def fields_of(kind: str) -> set[str]:
-    return set(inspect.signature(model_class_of(kind).__init__).parameters) - {"self", "args", "kwargs"}
+def diffusion_fields(kind: str) -> set[str]:
+    return set(inspect.signature(model_class(kind).__init__).parameters) - {"self", "args", "kwargs"}
 
 
 def from_diffusion(kind: str, weights: dict[str, torch.Tensor], fields: dict, fill) -> tuple[DiffusionPipeline, list]:
@@ -66,7 +75,7 @@ def from_diffusion(kind: str, weights: dict[str, torch.Tensor], fields: dict, fi
         options = " ".join(f"--set {name}=..." for name in missing)
         raise ValueError(f"The file does not tell {', '.join(missing)}: give {options}")
     notes = []
-    renamed = rename(kind, weights, known["num_layers"])
+    renamed = rename_weights(kind, weights, known["num_layers"])
     table = renamed.get("class_embedding.weight")
     null_class = table is None or len(table) > known["num_classes"]
     if not null_class:
@@ -76,7 +85,7 @@ def from_diffusion(kind: str, weights: dict[str, torch.Tensor], fields: dict, fi
             f"The network has {len(table)} classes and no null class, so the pipeline refuses guidance; if its last is one, "
             f"give --set num_classes={len(table) - 1}."
         )
-    model = fill(model_class_of(kind)(**known), renamed).eval()
+    model = fill(model_class(kind)(**known), renamed).eval()
     latent = known["in_channels"] == 4
     if latent:
         notes.append(
@@ -91,7 +100,7 @@ def from_diffusion(kind: str, weights: dict[str, torch.Tensor], fields: dict, fi
     return pipeline_class(model, scheduler, latent_scale=latent_scale, null_class=null_class), notes
 
 
-def rename(kind: str, weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+def rename_weights(kind: str, weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
     names = {**(UVIT_NAMES if kind == "uvit" else SIT_NAMES), **BLOCK_NAMES}
     renamed = {}
     for name, tensor in weights.items():
@@ -111,15 +120,15 @@ def uvit_fields(kind: str, weights: dict[str, torch.Tensor]) -> dict:
     """What shapes tell of a U-ViT; `None` for what they do not."""
     needed = ("patch_embed.proj.weight", "pos_embed", "mid_block.mlp.fc1.weight")
     check_present(kind, weights, needed)
-    hidden_size, in_channels, patch_size, _ = shape_of(weights, "patch_embed.proj.weight")
+    hidden_size, in_channels, patch_size, _ = patch_embedding_shape(weights, "patch_embed.proj.weight")
     # Official networks of latents have a null class, the last; those of pixels (ImageNet at 64) have none.
     classes = len(weights["label_emb.weight"]) - (1 if in_channels == 4 else 0) if "label_emb.weight" in weights else 0
     return {
-        "sample_size": side_of(weights["pos_embed"].shape[1] - (2 if classes else 1), patch_size),
+        "sample_size": sample_side(weights["pos_embed"].shape[1] - (2 if classes else 1), patch_size),
         "patch_size": patch_size,
         "in_channels": in_channels,
         "hidden_size": hidden_size,
-        "num_layers": 2 * count(weights, "in_blocks"),
+        "num_layers": 2 * count_blocks(weights, "in_blocks"),
         "num_attention_heads": UVIT_HEADS.get(hidden_size),
         "mlp_ratio": len(weights["mid_block.mlp.fc1.weight"]) / hidden_size,
         "qkv_bias": "mid_block.attn.qkv.bias" in weights,
@@ -136,13 +145,13 @@ def sit_fields(kind: str, weights: dict[str, torch.Tensor]) -> dict:
     first = "enc_blocks.0" if kind == "released-sit" else "blocks.0"
     needed = ("x_embedder.proj.weight", "pos_embed", "final_layer.linear.weight", "y_embedder.embedding_table.weight")
     check_present(kind, weights, (*needed, f"{first}.mlp.fc1.weight"))
-    hidden_size, in_channels, patch_size, _ = shape_of(weights, "x_embedder.proj.weight")
+    hidden_size, in_channels, patch_size, _ = patch_embedding_shape(weights, "x_embedder.proj.weight")
     return {
-        "sample_size": side_of(weights["pos_embed"].shape[1], patch_size),
+        "sample_size": sample_side(weights["pos_embed"].shape[1], patch_size),
         "patch_size": patch_size,
         "in_channels": in_channels,
         "hidden_size": hidden_size,
-        "num_layers": count(weights, "blocks") or 2 * count(weights, "enc_blocks"),
+        "num_layers": count_blocks(weights, "blocks") or 2 * count_blocks(weights, "enc_blocks"),
         "num_attention_heads": SIT_HEADS.get(hidden_size),
         "mlp_ratio": len(weights[f"{first}.mlp.fc1.weight"]) / hidden_size,
         "qkv_bias": f"{first}.attn.qkv.bias" in weights,
@@ -158,7 +167,7 @@ def check_present(kind: str, weights: dict, needed: tuple[str, ...]) -> None:
         raise ValueError(f"This is no checkpoint of {DIFFUSION_KINDS[kind][0]}: it lacks {', '.join(missing)}.")
 
 
-def shape_of(weights: dict, name: str) -> torch.Size:
+def patch_embedding_shape(weights: dict, name: str) -> torch.Size:
     """Of the convolution that makes tokens of patches."""
     shape = weights[name].shape
     if len(shape) != 4:
@@ -166,11 +175,11 @@ def shape_of(weights: dict, name: str) -> torch.Size:
     return shape
 
 
-def count(weights: dict, prefix: str) -> int:
+def count_blocks(weights: dict, prefix: str) -> int:
     return len({match[1] for name in weights if (match := re.match(rf"{prefix}\.(\d+)\.", name))})
 
 
-def side_of(num_patches: int, patch_size: int) -> int | None:
+def sample_side(num_patches: int, patch_size: int) -> int | None:
     side = math.isqrt(num_patches)
     return side * patch_size if side**2 == num_patches else None
 

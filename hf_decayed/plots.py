@@ -3,16 +3,12 @@
 import math
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
+from matplotlib import pyplot  # noqa: E402
 from PIL import Image
 
 from .models.shortcut_decay import branch_depths, effective_decay, shortcut_factors, suggest_shortcut_decay
-
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
 
 
 def reconstructions(model, pixel_values: torch.Tensor, noise: torch.Tensor, mean: list[float], std: list[float]):

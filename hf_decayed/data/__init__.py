@@ -1,0 +1,1 @@
+"""Images: sources, decoding, transforms, datasets, latents."""

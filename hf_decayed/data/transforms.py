@@ -1,0 +1,167 @@
+"""Crops, flips and normalisation, one image at a time or in batches."""
+
+import json
+import math
+
+import numpy as np
+import torch
+from PIL import Image
+
+from .augmentation import rand_augment
+from .keyed_random import sample_generator
+
+
+DRAWS_BEFORE_NOISE = 24  # ten tries of (area, aspect ratio), place of the crop (two), flip, one to spare
+
+
+def crop_boxes(draws: np.ndarray, height: int, width: int, scale: tuple[float, float]) -> np.ndarray:
+    """Random resized crops `(top, left, height, width)`, one per row of draws in [0, 1), as torchvision draws them.
+
+    Ten tries at an area in `scale` and an aspect ratio in [3/4, 4/3]; the first that fits counts, else the centre.
+    """
+    areas = height * width * (scale[0] + (scale[1] - scale[0]) * draws[:, 0:20:2])
+    ratios = np.exp(math.log(3 / 4) + (math.log(4 / 3) - math.log(3 / 4)) * draws[:, 1:20:2])
+    widths, heights = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
+    fits = (widths >= 1) & (widths <= width) & (heights >= 1) & (heights <= height)
+    first = fits.argmax(axis=1)
+    rows = np.arange(len(draws))
+    box_height, box_width = heights[rows, first], widths[rows, first]
+    whole_height, whole_width = min(height, round(width / (3 / 4))), min(width, round(height * (4 / 3)))
+    box_height = np.where(fits.any(axis=1), box_height, whole_height)
+    box_width = np.where(fits.any(axis=1), box_width, whole_width)
+    top = np.floor(draws[:, 20] * (height - box_height + 1))
+    left = np.floor(draws[:, 21] * (width - box_width + 1))
+    top = np.where(fits.any(axis=1), top, (height - whole_height) // 2)
+    left = np.where(fits.any(axis=1), left, (width - whole_width) // 2)
+    return np.stack([top, left, box_height, box_width], axis=1)
+
+
+def center_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The largest box `(top, left, height, width)` in the middle of an image that has the shape of `size`."""
+    scale = min(height / size[0], width / size[1])
+    box_height, box_width = scale * size[0], scale * size[1]
+    return (height - box_height) / 2, (width - box_width) / 2, box_height, box_width
+
+
+class CenterCropProcessor:
+    """Called as transformers' processors are: the middle of each image, resized; in [0, 1], or `signed` in [-1, 1]."""
+
+    def __init__(self, height: int, width: int, signed: bool = False):
+        self.size, self.signed = (height, width), signed
+
+    def __call__(self, images, return_tensors: str = "pt", **_) -> dict[str, torch.Tensor]:
+        pixels = torch.from_numpy(np.stack([center_crop(image, self.size) for image in images]))
+        pixels = pixels.permute(0, 3, 1, 2).float() / 255
+        return {"pixel_values": 2 * pixels - 1 if self.signed else pixels}
+
+    def to_json_string(self) -> str:
+        return json.dumps({"middle, bicubic": self.size, "signed": self.signed})
+
+
+def center_crop(image: Image.Image | np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The middle of an image, brought to a size: `(height, width, channels)` bytes."""
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
+    top, left, height, width = center_box(image.height, image.width, size)
+    image = image.resize(tuple(size)[::-1], Image.Resampling.BICUBIC, (left, top, left + width, top + height))
+    return np.asarray(image).reshape(*size, -1)
+
+
+def resize_weights(start: torch.Tensor, length: torch.Tensor, size_in: int, size_out: int) -> torch.Tensor:
+    """Matrices `(batch, size_out, size_in)` that resize `[start, start + length)` of each row, bicubic, antialiased."""
+    step = (length / size_out).unsqueeze(1)  # input pixels per output pixel
+    centres = start.unsqueeze(1) + step * (torch.arange(size_out) + 0.5)
+    width = step.clamp(min=1.0)  # a step above one widens the kernel, which is what antialiasing means
+    pixels = torch.arange(size_in) + 0.5
+    distance = ((pixels - centres.unsqueeze(2)) / width.unsqueeze(2)).abs()
+    near = (1.5 * distance - 2.5) * distance**2 + 1
+    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+    weights = torch.where(distance < 1, near, torch.where(distance < 2, far, torch.zeros(())))
+    return weights / weights.sum(dim=2, keepdim=True)
+
+
+def crop_and_resize(
+    images: torch.Tensor, boxes: torch.Tensor, flips: torch.Tensor, size: tuple[int, int]
+) -> torch.Tensor:
+    """Crops, flips and resizes a batch of bytes `(batch, channels, height, width)` at once; gives floats in [0, 255].
+
+    Two batched products do what Pillow's `resize(box=...)` does image by image, but for its rounding after each pass.
+    """
+    height, width = images.shape[2:]
+    rows = resize_weights(boxes[:, 0], boxes[:, 2], height, size[0]).unsqueeze(1)
+    columns = resize_weights(boxes[:, 1], boxes[:, 3], width, size[1]).unsqueeze(1)
+    columns = torch.where(flips[:, None, None, None], columns.flip(2), columns)
+    across = (images.float() @ columns.transpose(2, 3)).clamp_(0, 255)
+    return (rows @ across).clamp_(0, 255)
+
+
+class Augmentation:
+    """Crop, flip, normalise, and the noise for the mask, all drawn for one sample of one epoch.
+
+    Without a `crop_scale` nothing is drawn for the crop: it is the middle.
+    """
+
+    def __init__(
+        self,
+        image_size: tuple[int, int],
+        num_channels: int,
+        num_patches: int,
+        mean: list[float],
+        std: list[float],
+        seed: int,
+        crop_scale: tuple[float, float] | None = (0.2, 1.0),
+        horizontal_flip: bool = True,
+        rand_augment_magnitude: float = 0.0,
+    ):
+        self.image_size, self.num_channels, self.num_patches = tuple(image_size), num_channels, num_patches
+        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+        self.seed, self.crop_scale, self.horizontal_flip = seed, crop_scale, horizontal_flip
+        self.rand_augment_magnitude = rand_augment_magnitude  # 0: none
+
+    def draw(self, keys: list[tuple[int, int]]) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+        """Draws for crops, flips, and mask noise, one row per `(epoch, index)`."""
+        count = DRAWS_BEFORE_NOISE + self.num_patches
+        draws = np.stack([sample_generator(self.seed, epoch, index).random(count) for epoch, index in keys])
+        flips = torch.from_numpy(draws[:, 22] < 0.5) & self.horizontal_flip
+        return draws, flips, torch.from_numpy(draws[:, DRAWS_BEFORE_NOISE:]).float()
+
+    def boxes(self, draws: np.ndarray, height: int, width: int) -> np.ndarray:
+        if self.crop_scale is None:
+            return np.tile(center_box(height, width, self.image_size), (len(draws), 1))
+        return crop_boxes(draws, height, width, self.crop_scale)
+
+    def batch(self, images: torch.Tensor, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        """A batch of images of one size, as bytes `(batch, channels, height, width)`, at once."""
+        draws, flips, noise = self.draw(keys)
+        boxes = torch.from_numpy(self.boxes(draws, *images.shape[2:])).float()
+        return self.finish(crop_and_resize(images, boxes, flips, self.image_size), noise, keys)
+
+    def each(self, images: list[np.ndarray], keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        """Images of any size, `(height, width, channels)` bytes, one by one."""
+        draws, flips, noise = self.draw(keys)
+        pixels = []
+        for image, row, flip in zip(images, draws, flips):
+            top, left, height, width = self.boxes(row[None], *image.shape[:2])[0]
+            pillow = Image.fromarray(image.squeeze(2) if self.num_channels == 1 else image)
+            pillow = pillow.resize(
+                self.image_size[::-1], Image.Resampling.BICUBIC, (left, top, left + width, top + height)
+            )
+            resized = np.array(pillow, dtype=np.float32).reshape(*self.image_size, self.num_channels)
+            pixels.append(torch.from_numpy(resized).flip(1) if flip else torch.from_numpy(resized))
+        return self.finish(torch.stack(pixels).permute(0, 3, 1, 2), noise, keys)
+
+    def finish(
+        self, pixels: torch.Tensor, noise: torch.Tensor, keys: list[tuple[int, int]]
+    ) -> dict[str, torch.Tensor]:
+        if self.rand_augment_magnitude > 0:
+            pixels = torch.stack([self.rand_augmented(image, *key) for image, key in zip(pixels, keys)])
+        return {"pixel_values": (pixels / 255 - self.mean) / self.std, "noise": noise}
+
+    def rand_augmented(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+        """One image `(channels, height, width)` in [0, 255]; what comes in at its sides is the mean."""
+        draws = sample_generator(self.seed, epoch, index, stream=1)
+        as_bytes = pixels.round().to(torch.uint8).permute(1, 2, 0).numpy()
+        image = Image.fromarray(as_bytes.squeeze(2) if self.num_channels == 1 else as_bytes)
+        fill = tuple((255 * self.mean).round().int().flatten().tolist())
+        image = rand_augment(image, draws, self.rand_augment_magnitude, fill=fill[0] if len(fill) == 1 else fill)
+        return torch.from_numpy(np.array(image, dtype=np.float32).reshape(as_bytes.shape)).permute(2, 0, 1)

@@ -1,0 +1,1 @@
+"""Cards, publishing, conversion of other checkpoints."""

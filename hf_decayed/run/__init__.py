@@ -1,0 +1,1 @@
+"""What every training script has once."""
