@@ -11,7 +11,7 @@ import datasets
 import evaluate
 import torch
 
-from ...evaluation import effective_rank
+from hf_decayed.evaluation import effective_rank
 
 
 DESCRIPTION = (

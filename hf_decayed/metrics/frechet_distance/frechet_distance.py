@@ -11,7 +11,7 @@ import datasets
 import evaluate
 import torch
 
-from ...evaluation import frechet_distance
+from hf_decayed.evaluation import frechet_distance
 
 
 DESCRIPTION = (

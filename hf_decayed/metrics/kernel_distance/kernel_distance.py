@@ -11,7 +11,7 @@ import datasets
 import evaluate
 import torch
 
-from ...evaluation import kernel_distance
+from hf_decayed.evaluation import kernel_distance
 
 
 DESCRIPTION = "Unbiased squared maximum mean discrepancy with a cubic kernel, over random subsets; on Inception's features it is KID."

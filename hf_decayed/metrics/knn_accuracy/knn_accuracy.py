@@ -11,7 +11,7 @@ import datasets
 import evaluate
 import torch
 
-from ...evaluation import knn_accuracy
+from hf_decayed.evaluation import knn_accuracy
 
 
 DESCRIPTION = (

@@ -11,7 +11,7 @@ import datasets
 import evaluate
 import torch
 
-from ...evaluation import linear_probe
+from hf_decayed.evaluation import linear_probe
 
 
 DESCRIPTION = (

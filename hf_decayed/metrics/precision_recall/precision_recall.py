@@ -11,7 +11,7 @@ import datasets
 import evaluate
 import torch
 
-from ...evaluation import precision_recall
+from hf_decayed.evaluation import precision_recall
 
 
 DESCRIPTION = (
