@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_convert(commands)
+    add_evaluate(commands)
     add_sample(commands)
     add_card(commands)
     add_publish(commands)
@@ -89,6 +90,21 @@ def run_convert(options) -> str:
     from .hub.conversion import convert
 
     return convert(options.kind, options.checkpoint, options.output, dict(options.fields))
+
+
+def add_evaluate(commands):
+    # No character marks a flag here: `hf_decayed.evaluation` parses all that follows, `--help` included.
+    parser = commands.add_parser(
+        "evaluate", help="measure the features or the samples of a model", add_help=False, prefix_chars="\0"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run_evaluate)
+
+
+def run_evaluate(options) -> str:
+    from .evaluation.__main__ import evaluate
+
+    return evaluate(options.arguments)
 
 
 def add_sample(commands):
