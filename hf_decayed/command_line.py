@@ -5,6 +5,7 @@ import ast
 import difflib
 import json
 import math
+import os
 from collections.abc import Callable, Collection
 
 
@@ -52,6 +53,19 @@ def boolean(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
     return text.lower() == "true"
+
+
+def set_cpu_threads(accelerator, threads: int | None = None) -> None:
+    """On a CPU, sets the threads of this process; by default the cores divided by the processes of `accelerator`.
+
+    Accelerate's launcher gives every process one thread.
+    """
+    import torch  # here: parsing flags does not need it
+
+    if accelerator.device.type == "cpu":
+        if threads is None:
+            threads = max(1, (os.cpu_count() or 1) // accelerator.num_processes)
+        torch.set_num_threads(threads)
 
 
 def shortcut_decay(text: str) -> float | str:

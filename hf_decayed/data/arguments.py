@@ -1,0 +1,40 @@
+"""Command-line flags that name the images of a script or a command."""
+
+import argparse
+
+from ..command_line import non_negative_int
+
+
+# In the titles of argument groups whose flags are not part of what a training run is: a resumed run may change them.
+MAY_CHANGE = "may change on resume"
+
+
+def add_data_arguments(parser: argparse.ArgumentParser):
+    """Flags of the data set, for [`data_arguments`]; returns the group, for a script's own flags."""
+    data = parser.add_argument_group("data (by default the bundled images)")
+    data.add_argument("--dataset_name", help="data set on the Hub")
+    data.add_argument("--dataset_config", help="configuration of the data set")
+    data.add_argument("--train_split", default="train")
+    data.add_argument("--eval_split", help="held-out split; by default validation, val or test, whichever comes first")
+    data.add_argument("--image_column_name", help="by default the only column of images")
+    data.add_argument("--label_column_name", help="by default the only column of class labels")
+    data.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop", help="that cannot be decoded")
+    storage = parser.add_argument_group(f"data storage ({MAY_CHANGE})")
+    storage.add_argument("--dataset_path", help="folder of images, or parquet, arrow, WebDataset tar files")
+    storage.add_argument(
+        "--num_workers", type=non_negative_int, default=4, help="processes that decode images not held in memory"
+    )
+    return data
+
+
+def data_arguments(options: argparse.Namespace) -> dict:
+    """Keyword arguments for [`load_image_splits`] from parsed flags."""
+    return {
+        "dataset_name": options.dataset_name,
+        "dataset_config": options.dataset_config,
+        "dataset_path": options.dataset_path,
+        "train_split": options.train_split,
+        "eval_split": options.eval_split,
+        "image_column": options.image_column_name,
+        "label_column": options.label_column_name,
+    }
