@@ -17,7 +17,7 @@ import diffusers
 import numpy as np
 import torch
 from accelerate import Accelerator
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from PIL import Image
 from torch.nn import functional as F
 from tqdm.auto import tqdm
@@ -25,15 +25,11 @@ from tqdm.auto import tqdm
 from ..data.datasets import evaluation_images
 from ..data.latents import load_vae
 from ..data.sources import take_subset
-from ..errors import explain_loading_errors
-from ..evaluation import frechet_distance
-from ..models.transformer_decayed_sit import DecayedSiTTransformer2DModel
-from ..models.unet_decayed_uvit import DecayedUViT2DModel
-from ..pipelines.pipeline_decayed_sit import DecayedSiTPipeline
-from ..pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
-from ..pipelines.scheduling_sit_sde import SiTSDEScheduler
+from ..errors import UserError, explain_loading_errors, format_error
+from ..kinds import package_class, read_class_name, read_json
 from ..plots import save_grid
 from ..provenance import pipeline_fingerprint, public_config
+from .frechet import frechet_distance
 from .generation import pixel_features
 
 
@@ -141,43 +137,54 @@ def sample(
     return done
 
 
-OURS = {
-    each.__name__: each
-    for each in (
-        DecayedUViTPipeline,
-        DecayedUViT2DModel,
-        DecayedSiTPipeline,
-        DecayedSiTTransformer2DModel,
-        SiTSDEScheduler,
-    )
-}
-
-
 def load_pipeline(
     model: str, revision: str | None = None, trust_remote_code: bool = False, vae: str | None = None
 ) -> DiffusionPipeline:
-    """A pipeline from a folder or repository; one of ours with the classes of this package, so that no other code runs.
+    """A pipeline from a folder or repository; ours is built from the classes of this package, so that no other code runs.
 
     `vae` names an autoencoder, for a pipeline of latents that has none or should have another.
     """
-    given = {"vae": load_vae(vae, "cpu")} if vae else {}
-    with explain_loading_errors(model):
-        index = DiffusionPipeline.load_config(model, revision=revision)
-    name = index["_class_name"][-1] if isinstance(index["_class_name"], list) else index["_class_name"]
-    if name not in OURS:
+    replaced = {"vae": load_vae(vae, "cpu")} if vae else {}
+    if (Path(model) / "model_index.json").is_file():
+        index = read_json(Path(model) / "model_index.json")
+    else:
+        with explain_loading_errors(model):
+            index = DiffusionPipeline.load_config(model, revision=revision)
+    pipeline_class = package_class(read_class_name(index, "model_index.json"))
+    if pipeline_class is None or not issubclass(pipeline_class, DiffusionPipeline):
         return DiffusionPipeline.from_pretrained(
-            model, revision=revision, trust_remote_code=trust_remote_code, **given
+            model, revision=revision, trust_remote_code=trust_remote_code, **replaced
         )
-    arguments = given
-    for key in (inspect.signature(OURS[name].__init__).parameters.keys() & index.keys()) - given.keys():
-        arguments[key] = index[key]
-        if isinstance(index[key], list):  # a component: its library and its class, or nothing
-            library, component = index[key]
-            if component is not None:
-                component = OURS.get(component) or getattr(diffusers, component)
-                component = component.from_pretrained(model, subfolder=key, revision=revision)
-            arguments[key] = component
-    return OURS[name](**arguments)
+    arguments = dict(replaced)
+    for name in (inspect.signature(pipeline_class.__init__).parameters.keys() & index.keys()) - replaced.keys():
+        value = index[name]
+        arguments[name] = load_component(model, name, value, revision) if isinstance(value, list) else value
+    try:
+        return pipeline_class(**arguments)
+    except (TypeError, AttributeError, KeyError) as error:  # a value of the wrong type, or a component left out
+        raise UserError(
+            f"'model_index.json' of '{model}' describes no {pipeline_class.__name__}: {format_error(error)}"
+        ) from error
+
+
+def load_component(model: str, name: str, entry: list, revision: str | None):
+    """A component that `model_index.json` gives by library and class; `None` if it leaves the component out."""
+    if len(entry) != 2 or not all(part is None or isinstance(part, str) for part in entry):
+        raise UserError(f"`{name}` in 'model_index.json' must name a library and a class, got {entry!r}.")
+    if entry[1] is None:
+        return None
+    component_class = package_class(entry[1]) or getattr(diffusers, entry[1], None)
+    if not isinstance(component_class, type) or not issubclass(component_class, (ModelMixin, SchedulerMixin)):
+        raise UserError(
+            f"`{name}` in 'model_index.json' names {entry[1]!r}, which is no network or scheduler of this package or of "
+            "diffusers."
+        )
+    try:
+        return component_class.from_pretrained(model, subfolder=name, revision=revision)
+    except (
+        Exception
+    ) as error:  # damaged JSON, values of wrong types, weights of other shapes: whatever the library raises
+        raise UserError(f"'{name}' of '{model}' is no {entry[1]}: {format_error(error)}") from error
 
 
 def sample_labels(pipeline, classes: str, num: int) -> list[int] | None:
