@@ -3,10 +3,13 @@
 import argparse
 import ast
 import difflib
+import inspect
 import json
 import math
 import os
 from collections.abc import Callable, Collection
+
+import torch
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -60,8 +63,6 @@ def set_cpu_threads(accelerator, threads: int | None = None) -> None:
 
     Accelerate's launcher gives every process one thread.
     """
-    import torch  # here: parsing flags does not need it
-
     if accelerator.device.type == "cpu":
         if threads is None:
             threads = max(1, (os.cpu_count() or 1) // accelerator.num_processes)
@@ -84,6 +85,11 @@ def parse_field(text: str) -> tuple[str, object]:
         except (ValueError, SyntaxError):
             continue
     return name, value
+
+
+def constructor_fields(model_class: type) -> set[str]:
+    """Names of the config fields of a diffusers model: the arguments of its constructor."""
+    return set(inspect.signature(model_class.__init__).parameters) - {"self", "args", "kwargs"}
 
 
 def check_fields(fields: Collection[str], known: set[str]) -> None:

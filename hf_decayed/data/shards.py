@@ -1,14 +1,17 @@
-"""A data set encoded once, in safetensors shards that survive an interruption."""
+"""Features of a data set: in safetensors shards with checksums that survive an interruption, or in memory."""
 
 import hashlib
 import json
+import logging
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
@@ -17,6 +20,9 @@ from ..errors import DataError
 from .datasets import EvaluationDataset, identity_collate
 
 
+logger = logging.getLogger(__name__)
+
+# From `pixel_values` and the indices of the images to features `(batch, dim)` by name.
 Encoder = Callable[[torch.Tensor, list[int]], dict[str, torch.Tensor]]
 
 
@@ -32,17 +38,17 @@ def write_shards(
     description: str = "features",
     precision: str | None = None,
 ) -> list[Path]:
-    """Files with the features of all images, in order; all processes call it.
+    """Encodes all images into shards and returns the files, in the order of the data; all processes call it.
 
     Args:
-        encode (`Callable`): From a batch of `pixel_values` and the images' places to features `(batch, dim)` by name.
-        images (`ImagesInOrder`): What to encode.
-        folder (`str` or `os.PathLike`): Under it a folder is made for this `identity`, with one safetensors file per
-            shard. Shards that are there and whole are used as they are.
-        identity (`dict`): JSON-plain; all that the features depend on: model, features, preparation, data.
-        shard_size (`int`, defaults to 8192): Images per file, rounded up to whole batches. Each process writes every
-            n-th shard, so the result does not depend on how many processes there are.
-        precision (`str`, *optional*): What `encode` computes in, if that is not the accelerator's.
+        encode (`Callable`): From a batch of `pixel_values` and the indices of its images to features `(batch, dim)` by name.
+        images (`EvaluationDataset`): Images to encode.
+        folder (`str` or `os.PathLike`): Has a subfolder for every `identity`, with one safetensors file per shard. Existing
+            shards are used if their checksum is right; other ones are rebuilt, with one line in the log.
+        identity (`dict`): JSON-plain; everything that the features depend on: model, features, preparation, data.
+        shard_size (`int`, defaults to 8192): Images per file, rounded up to whole batches. With n processes, each writes
+            every n-th shard, so the number of processes does not change the result.
+        precision (`str`, *optional*): Precision that `encode` computes in, if it is not the accelerator's.
     """
     accelerator = accelerator or Accelerator()
     batches_per_shard = math.ceil(shard_size / batch_size)
@@ -53,81 +59,136 @@ def write_shards(
     if accelerator.is_main_process:
         (folder / "identity.json").write_text(text + "\n")
 
-    all_batches = [
-        list(range(start, min(start + batch_size, len(images)))) for start in range(0, len(images), batch_size)
-    ]
-    shards = [
-        all_batches[start : start + batches_per_shard] for start in range(0, len(all_batches), batches_per_shard)
-    ]
-    mine = range(accelerator.process_index, len(shards), accelerator.num_processes)
-    missing = [number for number in mine if not is_whole(shard_path(folder, number, len(shards)))]
-    loader = torch.utils.data.DataLoader(
-        images,
-        batch_sampler=[batch for number in missing for batch in shards[number]],
-        collate_fn=identity_collate,
-        num_workers=num_workers,
-    )
-    batches = iter(tqdm(loader, desc=description, unit="batch", disable=not accelerator.is_main_process, leave=False))
+    batches = split_batches(len(images), batch_size)
+    shards = [batches[start : start + batches_per_shard] for start in range(0, len(batches), batches_per_shard)]
+    paths = [folder / f"shard-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    own = range(accelerator.process_index, len(shards), accelerator.num_processes)
+    missing = [number for number in own if not has_valid_shard(paths[number])]
+    own_batches = [batch for number in missing for batch in shards[number]]
+    encoded = encode_batches(encode, images, own_batches, accelerator, num_workers, description)
     for number in missing:
-        parts = [encode_batch(encode, batch, accelerator) for batch in take_batches(batches, len(shards[number]))]
-        write_shard(shard_path(folder, number, len(shards)), [part for part in parts if part])
+        write_shard(paths[number], [next(encoded) for _ in shards[number]])
     accelerator.wait_for_everyone()
-    return [shard_path(folder, number, len(shards)) for number in range(len(shards))]
+    return paths
 
 
-def take_batches(batches: Iterator, number: int) -> Iterator:
-    for _ in range(number):
-        yield next(batches)
+def encode_dataset(
+    encode: Encoder,
+    images: EvaluationDataset,
+    accelerator: Accelerator | None = None,
+    batch_size: int = 64,
+    description: str = "features",
+) -> dict[str, torch.Tensor]:
+    """Features by name, `labels` and `checksums` of all images, in the order of the data, without files.
+
+    All processes call it and get the same. With the same `batch_size` the batches are those of [`write_shards`], so that the
+    features are bit-equal to the ones in its shards.
+    """
+    accelerator = accelerator or Accelerator()
+    batches = split_batches(len(images), batch_size)
+    processes, batch_count = accelerator.num_processes, len(batches)
+    # Every process encodes equally many batches, because a sharded model runs on all of them at once; repeats are dropped.
+    own = range(accelerator.process_index, math.ceil(batch_count / processes) * processes, processes)
+    own_batches = [batches[min(number, batch_count - 1)] for number in own]
+    encoded = dict(zip(own, encode_batches(encode, images, own_batches, accelerator, 0, description)))
+    parts = {number: part for process in gather_object([encoded]) for number, part in process.items()}
+    return concatenate([parts[number] for number in range(batch_count)], "the data set")
+
+
+def split_batches(number: int, batch_size: int) -> list[list[int]]:
+    """Indices of all images in consecutive batches."""
+    return [list(range(start, min(start + batch_size, number))) for start in range(0, number, batch_size)]
+
+
+def encode_batches(
+    encode: Encoder,
+    images: EvaluationDataset,
+    batches: list[list[int]],
+    accelerator: Accelerator,
+    num_workers: int,
+    description: str,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Features, labels and checksums of batches of indices, on the CPU, one batch at a time."""
+    loader = torch.utils.data.DataLoader(
+        images, batch_sampler=batches, collate_fn=identity_collate, num_workers=num_workers
+    )
+    for batch in tqdm(loader, desc=description, unit="batch", disable=not accelerator.is_main_process, leave=False):
+        yield encode_batch(encode, batch, accelerator)
 
 
 @torch.no_grad()
 def encode_batch(encode: Encoder, batch: dict, accelerator: Accelerator) -> dict[str, torch.Tensor]:
-    if "pixel_values" not in batch:  # every image of it was bad
+    if "pixel_values" not in batch:  # none of its images could be decoded
         return {}
     with accelerator.autocast():
         features = encode(batch["pixel_values"].to(accelerator.device), batch["places"].tolist())
-    features = {name: each.float().cpu() for name, each in features.items()}
+    features = {name: feature.float().cpu() for name, feature in features.items()}
     return {**features, "labels": batch["labels"], "checksums": batch["checksums"]}
 
 
-def shard_path(folder: Path, number: int, total: int) -> Path:
-    return folder / f"shard-{number:05d}-of-{total:05d}.safetensors"
+def concatenate(parts: list[dict[str, torch.Tensor]], source: str) -> dict[str, torch.Tensor]:
+    """Encoded batches as one; a batch without decodable images is empty."""
+    parts = [part for part in parts if part]
+    if not parts:
+        raise DataError(f"None of the images of {source} could be decoded.")
+    return {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
 
 
 def write_shard(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:
-    """Whole or not at all."""
-    if not parts:
-        raise DataError(f"None of the images of {path.stem} could be decoded.")
-    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")  # two runs may want the same
-    save_file({name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}, temporary)
-    os.replace(temporary, path)
+    """Writes a complete shard or none."""
+    tensors = concatenate(parts, path.stem)
+    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")  # another run may write the same shard
+    try:
+        save_file(tensors, temporary, metadata={"checksum": tensors_checksum(tensors)})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"'{path.name}' could not be written in '{path.parent}': {error}") from error
 
 
-def is_whole(path: Path) -> bool:
+def tensors_checksum(tensors: dict[str, torch.Tensor]) -> str:
+    """CRC-32 of names, types, shapes and bytes."""
+    checksum = 0
+    for name, tensor in sorted(tensors.items()):
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
+        checksum = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), checksum)
+    return f"crc32:{checksum:08x}"
+
+
+def load_shard(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a shard; a shard that is damaged, or has no checksum, is a `DataError`."""
+    try:
+        with safe_open(path, "pt") as shard:
+            checksum = (shard.metadata() or {}).get("checksum")
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"'{path.name}' in '{path.parent}' cannot be read ({error}).") from error
+    if checksum is None:
+        raise DataError(f"'{path.name}' in '{path.parent}' has no checksum.")
+    if checksum != tensors_checksum(tensors):
+        raise DataError(f"'{path.name}' in '{path.parent}' is damaged: its checksum is wrong.")
+    return tensors
+
+
+def has_valid_shard(path: Path) -> bool:
     if not path.exists():
         return False
     try:
-        with safe_open(path, "pt"):  # checks the header against the length of the file
-            return True
-    except SafetensorError:
+        load_shard(path)
+    except DataError as error:
+        logger.warning("Rebuilding a shard: %s", error)
         return False
+    return True
 
 
 def read_shards(paths: list[Path]) -> dict[str, torch.Tensor]:
-    """All shards one after the other, each tensor allocated once."""
-    shapes, kinds, rows = {}, {}, []
-    for path in paths:
-        with safe_open(path, "pt") as shard:
-            for name in shard.keys():
-                part = shard.get_slice(name)
-                shapes.setdefault(name, part.get_shape()[1:])
-                kinds[name] = kinds[name] if name in kinds else part[:1].dtype
-            rows.append(part.get_shape()[0])
-    tensors = {name: torch.empty(sum(rows), *shapes[name], dtype=kinds[name]) for name in shapes}
+    """All shards in order, as one; every tensor is allocated once. A damaged shard is a `DataError`."""
+    shards = [load_shard(path) for path in paths]  # mapped from the files, not copied
+    rows = [len(shard["labels"]) for shard in shards]
+    tensors = {name: part.new_empty(sum(rows), *part.shape[1:]) for name, part in shards[0].items()}
     start = 0
-    for path, count in zip(paths, rows):
-        with safe_open(path, "pt") as shard:
-            for name, tensor in tensors.items():
-                tensor[start : start + count] = shard.get_tensor(name)
-        start += count
+    for shard, number in zip(shards, rows):
+        for name, tensor in tensors.items():
+            tensor[start : start + number] = shard[name]
+        start += number
     return tensors
