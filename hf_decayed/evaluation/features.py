@@ -1,56 +1,106 @@
-"""Features of a whole data set: extracted once, in shards that outlive an interruption, in the data's own order.
+"""Features of a whole data set, extracted once into shards that survive an interruption, in the order of the data.
 
-    encode = transformer_encoder(model, ["last.mean", "6.cls"])
-    features = extract_features(encode, images, "outputs/features", identity={"model": fingerprint(model)})
-    features["last.mean"], features["6.cls"], features["labels"]
+    >>> encode = transformer_encoder(model, ["last.mean", "6.cls"])
+    >>> features = extract_features(encode, images, "outputs/features", identity={"model": model_fingerprint(model)})
+    >>> features["last.mean"], features["6.cls"], features["labels"]
 
-What is extracted is asked for by name. Of a transformers encoder: `<layer>.<pooling>`, with a layer's number (0 is the
-embedding) or `last` (after the final norm, where there is one), and `cls`, `mean` (all tokens), `patch_mean` or
-`pooler` (the model's own). Of a diffusion model: `<module>@<noise level>`.
+Features have names. Of a transformers encoder: `<layer>.<pooling>`, with the number of a layer (0 is the embedding) or
+`last` (after the final norm, if there is one), and `cls`, `mean` (all tokens), `patch_mean` or `pooler` (the model's own).
+Of a diffusion model: `<module>@<noise level>`. Raw pixels, as a baseline: `pixels`.
 """
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from torch.nn import functional as F
 
 from ..data.datasets import EvaluationDataset
 from ..data.keyed_random import sample_generator
 from ..data.shards import Encoder, read_shards, write_shards
-from ..models.modeling_decayed_vit_mae import pool
+from ..models.modeling_decayed_vit_mae import pool_tokens
+
+
+PIXELS_SIZE = 32  # height and width of raw pixels as features; larger images are averaged down
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """How features are extracted, and where they are cached.
+
+    Args:
+        folder (`Path`): For the shards of features.
+        num_workers (`int`): Processes that decode images; on a CPU, which has its cores for the model, none.
+        on_bad_image (`str`): `stop` or `skip`, for an image that cannot be decoded.
+    """
+
+    folder: Path = Path("outputs/features")
+    batch_size: int = 64
+    num_workers: int = 0
+    on_bad_image: str = "stop"
+
+    def extract(
+        self, encode: Encoder, images, identity: dict, accelerator: Accelerator, description: str
+    ) -> dict[str, torch.Tensor]:
+        return extract_features(
+            encode,
+            images,
+            self.folder,
+            identity,
+            accelerator,
+            self.batch_size,
+            num_workers=self.num_workers if accelerator.device.type != "cpu" else 0,
+            description=description,
+        )
 
 
 def extract_features(encode: Encoder, images: EvaluationDataset, *arguments, **settings) -> dict[str, torch.Tensor]:
     """Features by name, `labels` and pixel `checksums` of all images, in order; all processes call it and get the same.
 
-    Takes what [`write_shards`] takes.
+    Takes the arguments of [`write_shards`].
     """
     return read_shards(write_shards(encode, images, *arguments, **settings))
 
 
+def with_pixels(encode: Encoder) -> Encoder:
+    """An encoder that returns the raw pixels too, averaged down to at most 32 x 32, under the name `pixels`."""
+
+    def encode_with_pixels(pixel_values, indices):
+        size = min(PIXELS_SIZE, *pixel_values.shape[2:])
+        return {"pixels": F.adaptive_avg_pool2d(pixel_values, size).flatten(1), **encode(pixel_values, indices)}
+
+    return encode_with_pixels
+
+
 def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
-    """Encodes with a transformers vision model, ours or anybody's; maps of convolutional models are averaged."""
-    wanted = [name.rpartition(".") for name in names]
-    for (layer, _, pooling), name in zip(wanted, names):
+    """Encodes with any vision model of transformers; feature maps of convolutional models are averaged."""
+    features = [name.rpartition(".") for name in names]
+    for name, (layer, _, pooling) in zip(names, features):
         if pooling not in ("cls", "mean", "patch_mean", "pooler") or not (layer == "last" or layer.isdecimal()):
             raise ValueError(
                 f"A feature is `<layer>.<pooling>`: a number or 'last', and cls, mean, patch_mean or pooler; got '{name}'."
             )
     model.eval()
-    hidden = any(layer != "last" for layer, _, _ in wanted)
+    output_hidden_states = any(layer != "last" for layer, _, _ in features)
     if getattr(model.config, "model_type", "") == "vit_mae":
-        model.config.mask_ratio = 0.0  # it masks in evaluation too
+        model.config.mask_ratio = 0.0  # ViTMAE masks in evaluation too
 
-    def encode(pixel_values, places):
-        outputs = model(pixel_values.to(next(model.parameters()).dtype), output_hidden_states=hidden)
-        features = {}
-        for name, (layer, _, pooling) in zip(names, wanted):
+    def encode(pixel_values, indices):
+        outputs = model(pixel_values.to(next(model.parameters()).dtype), output_hidden_states=output_hidden_states)
+        pooled = {}
+        for name, (layer, _, pooling) in zip(names, features):
             if layer != "last" and int(layer) >= len(outputs.hidden_states):
                 raise ValueError(f"'{name}': the model has layers 0 to {len(outputs.hidden_states) - 1}.")
             if pooling == "pooler":
-                features[name] = outputs.pooler_output.flatten(1)
+                pooled[name] = outputs.pooler_output.flatten(1)
             else:
                 tokens = outputs.last_hidden_state if layer == "last" else outputs.hidden_states[int(layer)]
-                features[name] = pool_features(tokens, pooling)
-        return features
+                pooled[name] = pool_features(tokens, pooling)
+        return pooled
 
     return encode
 
@@ -58,14 +108,19 @@ def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
 def diffusion_encoder(
     model: torch.nn.Module, scheduler, blocks: list[str], levels: list[float], seed: int = 0, **inputs
 ) -> Encoder:
-    """Encodes with a diffusers model: the average over places of what the named modules put out, at given noise levels.
+    """Encodes with a diffusion model of diffusers: outputs of named modules at noise levels, averaged over all positions.
 
-    Levels count from 0, data, to 1, noise: parts of the scheduler's timesteps, or, where images flow to noise in a straight
-    line, of the way, so levels of the two kinds are not the same. The noise belongs to the image and the level, so features
-    do not depend on batches or processes. `pixel_values` must come in the range that the model was trained on, usually
-    [-1, 1]; `inputs` go to the model as they are, each repeated for the batch if it has one entry.
+    Args:
+        blocks (`list[str]`): Names of modules.
+        levels (`list[float]`):
+            Noise levels from 0 (data) to 1 (noise): a share of the scheduler's timesteps, or, for flow matching, of the
+            straight line from data to noise. Levels of the two kinds are not comparable.
+        seed (`int`): Of the noise, which is keyed by image and level: batches and processes do not change the features.
+        inputs: Passed on to the model; a tensor with one entry is repeated for the batch.
+
+    `pixel_values` must have the range that the model was trained on, usually [-1, 1].
     """
-    from diffusers import DDPMScheduler  # here: other encoders need not wait for it
+    from diffusers import DDPMScheduler  # here: other encoders do not need diffusers
 
     model.eval()
     modules = dict(model.named_modules())
@@ -75,40 +130,42 @@ def diffusion_encoder(
     outside = [level for level in levels if not 0 <= level <= 1]
     if outside:
         raise ValueError(f"Noise levels lie in [0, 1], from data to noise; got {outside[0]}.")
-    flows = not hasattr(scheduler, "add_noise") or getattr(scheduler.config, "use_flow_sigmas", False)
-    last = scheduler.config.num_train_timesteps - 1
-    # DDPM's, of the same levels: solvers add noise by the steps that they are set up for, and DPM-Solver, before it is set
-    # up for any, by the levels in reverse.
-    diffusion = None if flows else DDPMScheduler.from_config(scheduler.config)
+    is_flow = not hasattr(scheduler, "add_noise") or getattr(scheduler.config, "use_flow_sigmas", False)
+    num_timesteps = scheduler.config.num_train_timesteps
+    # DDPM's `add_noise` for the same noise schedule: solvers add noise by their inference steps, and DPM-Solver, before
+    # `set_timesteps`, by the reversed schedule.
+    ddpm = None if is_flow else DDPMScheduler.from_config(scheduler.config)
 
-    def noised(pixel_values, noise, level):
-        """The sample at a level, and the time that the model takes."""
-        if not flows:
-            time = torch.tensor([min(round(level * (last + 1)), last)], device=pixel_values.device)
-            return diffusion.add_noise(pixel_values, noise, time.expand(len(noise))), time
-        own_time = getattr(model, "time_of_noise_level", lambda level: level * (last + 1))
-        return torch.lerp(pixel_values, noise, level), torch.tensor([own_time(level)], device=pixel_values.device)
+    def add_noise(pixel_values, noise, level):
+        """The noisy sample of a level, and the time that the model expects for it."""
+        if not is_flow:
+            time = torch.tensor([min(round(level * num_timesteps), num_timesteps - 1)], device=pixel_values.device)
+            return ddpm.add_noise(pixel_values, noise, time.expand(len(noise))), time
+        time_of_level = getattr(model, "time_of_noise_level", lambda level: level * num_timesteps)
+        return torch.lerp(pixel_values, noise, level), torch.tensor([time_of_level(level)], device=pixel_values.device)
 
-    extra = getattr(model, "num_extra_tokens", 0)  # time and class, which say nothing of the image
+    num_extra_tokens = getattr(model, "num_extra_tokens", 0)  # tokens of time and class, not of the image
 
-    def keep(features, name):
+    def pooling_hook(features, name):
         def hook(module, arguments, output):
             output = output[0] if isinstance(output, tuple) else output
             output = getattr(output, "sample", output)
-            features[name] = pool_features(output[:, extra:] if output.ndim == 3 else output, "mean")
+            features[name] = pool_features(output[:, num_extra_tokens:] if output.ndim == 3 else output, "mean")
 
         return hook
 
-    def encode(pixel_values, places):
+    def encode(pixel_values, indices):
         features = {}
+        expanded = {name: value.expand(len(indices), *value.shape[1:]) for name, value in inputs.items()}
         for level in levels:
-            draws = [sample_generator(seed, round(level * 1000), place) for place in places]
-            noise = np.stack([each.standard_normal(pixel_values.shape[1:]) for each in draws])
-            sample, time = noised(pixel_values, torch.from_numpy(noise).to(pixel_values), level)
-            handles = [modules[block].register_forward_hook(keep(features, f"{block}@{level:g}")) for block in blocks]
+            generators = [sample_generator(seed, round(level * 1000), index) for index in indices]
+            noise = np.stack([generator.standard_normal(pixel_values.shape[1:]) for generator in generators])
+            sample, time = add_noise(pixel_values, torch.from_numpy(noise).to(pixel_values), level)
+            handles = [
+                modules[block].register_forward_hook(pooling_hook(features, f"{block}@{level:g}")) for block in blocks
+            ]
             try:
-                repeated = {name: each.expand(len(places), *each.shape[1:]) for name, each in inputs.items()}
-                model(sample.to(model.dtype), time.expand(len(places)), **repeated)
+                model(sample.to(model.dtype), time.expand(len(indices)), **expanded)
             except TypeError as error:
                 raise ValueError(
                     f"{type(model).__name__} cannot be called with a sample and a time: {error}"
@@ -122,9 +179,14 @@ def diffusion_encoder(
 
 
 def pool_features(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
-    """One feature per image, from tokens `(batch, number, dim)` or a map `(batch, dim, height, width)`."""
+    """One feature per image, from tokens `(batch, number, dim)` or a feature map `(batch, dim, height, width)`."""
     if tokens.ndim == 4:
         if pooling != "mean":
             raise ValueError(f"A convolutional model has no class token: pool by `mean`, not `{pooling}`.")
         return tokens.mean(dim=(2, 3))
-    return pool(tokens, pooling)
+    return pool_tokens(tokens, pooling)
+
+
+def hash_json(value) -> str:
+    """Short hash of a JSON-plain value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

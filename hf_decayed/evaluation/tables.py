@@ -1,17 +1,39 @@
 """Results as Markdown."""
 
 
+def results_tables(results: dict) -> str:
+    """The rows as a table; of a diffusion model's blocks, one table for every metric."""
+    if "grid" not in results:
+        return markdown_table(results["rows"])
+    grid, lines = results["grid"], []
+    for metric, cells in grid["cells"].items():
+        lines += [f"{metric}, by block and noise level", ""]
+        lines += ["| block | " + " | ".join(f"{level:g}" for level in grid["noise_levels"]) + " |"]
+        lines += ["|---" * (1 + len(grid["noise_levels"])) + "|"]
+        lines += [
+            f"| {block} | " + " | ".join(format_metric(metric, value) for value in values) + " |"
+            for block, values in zip(grid["blocks"], cells)
+        ]
+        lines += [""]
+        best = results["best"].get(metric)
+        if best:
+            lines += [f"best: {best}, {format_metric(metric, results['rows'][best][metric])}"]
+        if "pixels" in results["rows"]:
+            lines += [f"raw pixels: {format_metric(metric, results['rows']['pixels'][metric])}", ""]
+    return "\n".join(lines)
+
+
 def protocol_text(protocol: dict, rows: dict[str, dict[str, float]]) -> str:
-    """How it was measured, in words; all of it is in the results file."""
-    measured = {metric for row in rows.values() for metric in row}
+    """The settings of the metrics in `rows`, in one sentence; the results file has all of them."""
+    metrics = {metric for row in rows.values() for metric in row}
     parts = [f"features: {protocol['features']}"]
-    if "knn" in protocol and "knn_accuracy" in measured:
-        votes = protocol["knn"]["temperature"]
-        votes = f"temperature {votes:g}" if votes else "a vote each"
+    if "knn" in protocol and "knn_accuracy" in metrics:
+        temperature = protocol["knn"]["temperature"]
+        votes = f"temperature {temperature:g}" if temperature else "a vote each"
         parts.append(f"kNN: k = {protocol['knn']['k']}, {protocol['knn']['similarity']}, {votes}")
-    if "linear" in protocol and "linear_accuracy" in measured:
+    if "linear" in protocol and "linear_accuracy" in metrics:
         parts.append(f"linear: {protocol['linear']['name']}")
-    if "rank" in protocol and "effective_rank" in measured:
+    if "rank" in protocol and "effective_rank" in metrics:
         parts.append(f"rank: {protocol['rank']}")
     if "reference" in protocol:
         parts.append(f"{protocol['samples']} samples against {protocol['reference']}")
@@ -22,11 +44,11 @@ def protocol_text(protocol: dict, rows: dict[str, dict[str, float]]) -> str:
 
 
 def markdown_table(rows: dict[str, dict[str, float]]) -> str:
-    """Markdown, a row for each; figures that have a `_spread` show it."""
+    """A Markdown table with a line per row; metrics that have a `_spread` show it."""
     columns = [name for name in next(iter(rows.values())) if not name.endswith("_spread")]
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for name, row in rows.items():
-        cells = [format_metric(each, row[each], row.get(f"{each}_spread")) for each in columns]
+        cells = [format_metric(metric, row[metric], row.get(f"{metric}_spread")) for metric in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

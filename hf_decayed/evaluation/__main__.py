@@ -1,0 +1,192 @@
+"""`hf-decayed evaluate MODEL`, and with several processes `accelerate launch -m hf_decayed.evaluation MODEL`."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoImageProcessor, AutoModel
+
+from ..command_line import set_cpu_threads
+from ..data.arguments import data_arguments
+from ..data.sources import ImageSplits, load_image_splits
+from ..errors import UserError, explain_loading_errors, format_error
+from ..provenance import pipeline_fingerprint, public_config, sanitized_command, versions
+from .arguments import parse_arguments
+from .blocks import evaluate_blocks, pipeline_network
+from .encoders import FEATURE_METRICS, FeatureMetrics, evaluate_encoder
+from .features import Extraction, hash_json
+from .generation import SampledImages, SampleMetrics, evaluate_samples
+from .sampling import load_pipeline, sample
+from .tables import protocol_text, results_tables
+
+
+def evaluate(arguments: list[str] | None = None) -> str:
+    """Evaluates the model that the command line names and writes the results; returns them as text on the main process."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse_arguments(arguments)
+    started = time.time()
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    set_cpu_threads(accelerator, options.cpu_threads)
+    run = {"encoder": run_encoder, "pipeline": run_pipeline, "samples": run_samples}[options.kind]
+    results = run(options, accelerator)
+    if not accelerator.is_main_process:
+        return ""
+    results = {
+        "model": Path(options.model).name if Path(options.model).exists() else options.model,
+        **results,
+        "protocol_hash": hash_json(results["protocol"]),
+        "seconds": round(time.time() - started, 1),
+        # `hf-decayed evaluate` has a word before the arguments, `python -m hf_decayed.evaluation` has none.
+        "command": " ".join(["hf-decayed", "evaluate", *sanitized_command()[-len(arguments) :]]),
+        "versions": versions(),
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(results, indent=2) + "\n")
+    lines = [results_tables(results), protocol_text(results["protocol"], results["rows"])]
+    skipped = results["dataset"].get("skipped", {})
+    if skipped:
+        numbers = ", ".join(f"{number} of {split}" for split, number in skipped.items())
+        lines.append(f"skipped {sum(skipped.values())} images that cannot be decoded: {numbers}")
+    lines.append(f"{options.output}: protocol {results['protocol_hash']}, {results['seconds']:.0f} s")
+    if "grid" in results:
+        lines.append(save_heat_map(options.output.with_suffix(".png"), results["grid"]))
+    return "\n".join(lines)
+
+
+def save_heat_map(path: Path, grid: dict) -> str:
+    from ..plots import save_heat_maps
+
+    try:
+        save_heat_maps(path, **grid)
+    except UserError as error:  # without matplotlib; the numbers are written
+        return f"no heat map: {format_error(error)}"
+    return f"heat map: {path}"
+
+
+def run_encoder(options: argparse.Namespace, accelerator: Accelerator) -> dict:
+    origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    with explain_loading_errors(options.model):
+        model = AutoModel.from_pretrained(options.model, dtype=getattr(torch, options.dtype), **origin)
+        processor = AutoImageProcessor.from_pretrained(options.model, **origin)
+    return evaluate_encoder(
+        model,
+        processor,
+        load_splits(options, accelerator, options.max_eval_samples),
+        "all_layers" if options.features == ["all_layers"] else options.features,
+        feature_metrics(options),
+        extraction(options),
+        accelerator,
+        options.pixels,
+    )
+
+
+def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
+    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code, options.vae)
+    pipeline.to(accelerator.device)
+    if set(options.metrics) <= set(FEATURE_METRICS):
+        pipeline_network(pipeline).to(getattr(torch, options.dtype))
+        return evaluate_blocks(
+            pipeline,
+            load_splits(options, accelerator, options.max_eval_samples),
+            options.blocks,
+            options.noise_levels,
+            feature_metrics(options),
+            extraction(options),
+            accelerator,
+            options.pixels,
+        )
+    settings = {
+        "num": options.num_samples,
+        "classes": options.classes,
+        "num_inference_steps": options.num_inference_steps,
+        "guidance_scale": options.guidance_scale,
+        "seed": options.seed,
+        "batch_size": options.batch_size,
+    }
+    fingerprint, scheduler = pipeline_fingerprint(pipeline), public_config(pipeline.scheduler.config)
+    name = f"{Path(options.model).name}-{hash_json([fingerprint, scheduler, settings])[:8]}"
+    sample(pipeline, options.samples_dir / name, **settings, accelerator=accelerator)
+    label = f"{options.num_samples} samples, {options.num_inference_steps} steps, guidance {options.guidance_scale:g}"
+    results = compare_samples(SampledImages(options.samples_dir / name), label, options, accelerator)
+    results["protocol"]["sampling"] = {**settings, "scheduler": scheduler}
+    return {"model_fingerprint": fingerprint, **results}
+
+
+def run_samples(options: argparse.Namespace, accelerator: Accelerator) -> dict:
+    samples = SampledImages(options.model)
+    return {
+        "model_fingerprint": None,
+        **compare_samples(samples, f"{len(samples)} samples", options, accelerator),
+    }
+
+
+def compare_samples(samples: SampledImages, label: str, options: argparse.Namespace, accelerator: Accelerator) -> dict:
+    if options.reference:
+        reference = SampledImages(options.reference)
+    else:  # as many held-out images as samples: distances depend on the number
+        limits = [limit for limit in (len(samples), options.max_eval_samples) if limit is not None]
+        reference = load_splits(options, accelerator, min(limits))
+    return evaluate_samples(
+        samples,
+        reference,
+        label,
+        options.feature_net,
+        SampleMetrics(options.metrics, options.bootstraps, options.seed),
+        extraction(options),
+        accelerator,
+        options.feature_net_revision,
+    )
+
+
+def load_splits(options: argparse.Namespace, accelerator: Accelerator, max_eval_samples: int | None) -> ImageSplits:
+    """The images to evaluate on; warns where the model's training held out other images."""
+    with accelerator.main_process_first():  # one process fills the cache of `datasets`, the others read it
+        splits = load_image_splits(**data_arguments(options))
+    rule = training_held_out_rule(Path(options.model), splits.name)
+    if accelerator.is_main_process and rule not in (None, splits.held_out_rule):
+        print(
+            f"hf-decayed evaluate: warning: in the training of '{options.model}' on {splits.name} the held-out images were "
+            f"{rule}, here they are {splits.held_out_rule}: it may have been trained on some of them",
+            file=sys.stderr,
+        )
+    return splits.take(options.max_train_samples, max_eval_samples)
+
+
+def training_held_out_rule(model: Path, dataset_name: str) -> str | None:
+    """Which images of a data set the training of a model held out, by its `results.json`; `None` if that is unknown."""
+    try:
+        dataset = json.loads((model / "results.json").read_text())["dataset"]
+        return dataset["held_out"] if dataset["name"] == dataset_name else None
+    except (OSError, ValueError, KeyError, TypeError):  # no such file, or one of an older version
+        return None
+
+
+def feature_metrics(options: argparse.Namespace) -> FeatureMetrics:
+    temperature = None if options.temperature == 0 else options.temperature
+    return FeatureMetrics(options.metrics, options.k, temperature, options.probe_protocol, options.seed)
+
+
+def extraction(options: argparse.Namespace) -> Extraction:
+    return Extraction(options.features_dir, options.batch_size, options.num_workers, options.on_bad_image)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the results and returns 0, or one line on standard error and returns 2."""
+    try:
+        text = evaluate(arguments)
+    except Exception as error:
+        # Our own errors are sentences; of a library's error the type may say more than its text.
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        print(f"hf-decayed evaluate: {kind}{format_error(error)}", file=sys.stderr)
+        return 2
+    if text:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

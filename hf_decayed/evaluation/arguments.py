@@ -1,0 +1,192 @@
+"""Command-line flags of `hf-decayed evaluate`."""
+
+import argparse
+from pathlib import Path
+
+from diffusers import DiffusionPipeline
+
+from ..command_line import (
+    OneLineParser,
+    boolean,
+    fraction,
+    non_negative_float,
+    non_negative_int,
+    positive_int,
+)
+from ..data.arguments import add_data_arguments
+from .blocks import NOISE_LEVELS
+from .encoders import FEATURE_METRICS
+from .generation import SAMPLE_METRICS
+from .linear_probe import PROTOCOLS
+
+
+DESCRIPTION = """\
+Evaluates a model: the features of an encoder or a diffusion model, or the samples of a pipeline.
+
+MODEL is one of
+  a folder or repository that AutoModel loads: kNN accuracy, linear probe and effective rank of its features;
+  a folder or repository that DiffusionPipeline loads: Frechet and kernel distance, precision, recall, density and coverage of
+    its samples; or, by --metrics knn,linear,rank, the features of every block at every noise level, with a heat map;
+  a folder or .npz file of samples.
+
+Prints a table, and writes it as JSON with everything that the numbers depend on. Features and samples are cached: a second
+evaluation, or one after an interruption, computes only what is missing."""
+EXAMPLES = """\
+examples:
+  hf-decayed evaluate outputs/mae
+  hf-decayed evaluate outputs/mae --features all_layers --metrics knn,rank
+  hf-decayed evaluate outputs/uvit --num_samples 2000 --feature_net facebook/dinov2-base
+  hf-decayed evaluate outputs/uvit --metrics linear --noise_levels 0,0.05,0.1,0.2
+several processes:
+  accelerate launch -m hf_decayed.evaluation facebook/dinov2-base --dataset_name uoft-cs/cifar100 \\
+      --label_column_name fine_label --features last.cls,last.mean --probe_protocol mae_imagenet1k"""
+
+
+def comma_separated(text: str) -> list[str]:
+    """`a,b` -> `["a", "b"]`, as a type for `add_argument`."""
+    return text.split(",")
+
+
+def noise_levels(text: str) -> list[float]:
+    """`0,0.1` -> `[0.0, 0.1]`, as a type for `add_argument`."""
+    return [fraction(level) for level in text.split(",")]
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="hf-decayed evaluate",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or repository of an encoder or a pipeline; or samples")
+    parser.add_argument("--revision", help="of the repository; pin it when you trust its code")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.add_argument("--output", type=Path, help="JSON file; by default in outputs/evaluate")
+    parser.add_argument(
+        "--features_dir", type=Path, default=Path("outputs/features"), help="cache of features (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cpu_threads", type=positive_int, help="per process; by default the cores divided by the processes"
+    )
+    data = add_data_arguments(parser)
+    data.add_argument("--max_train_samples", type=positive_int)
+    data.add_argument("--max_eval_samples", type=positive_int)
+    metrics = parser.add_argument_group("metrics")
+    metrics.add_argument(
+        "--metrics",
+        type=comma_separated,
+        help=f"comma-separated; of features {','.join(FEATURE_METRICS)}, of samples {','.join(SAMPLE_METRICS)}; by default "
+        "all of features for an encoder, all of samples for a pipeline",
+    )
+    metrics.add_argument("--seed", type=non_negative_int, default=0)
+    metrics.add_argument("--batch_size", type=positive_int, default=64)
+    metrics.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weights"
+    )
+    add_feature_arguments(parser)
+    add_sample_arguments(parser)
+    return parser
+
+
+def add_feature_arguments(parser: argparse.ArgumentParser) -> None:
+    features = parser.add_argument_group("features")
+    features.add_argument(
+        "--features",
+        type=comma_separated,
+        help="of an encoder: comma-separated <layer>.<pooling>, such as last.mean,6.cls; `all_layers` is the model's own "
+        "pooling at every depth; by default the model's own pooling, and the class token",
+    )
+    features.add_argument(
+        "--blocks",
+        type=comma_separated,
+        help="of a diffusion model: comma-separated names of modules; by default all blocks",
+    )
+    features.add_argument(
+        "--noise_levels",
+        type=noise_levels,
+        default=list(NOISE_LEVELS),
+        help="of a diffusion model, comma-separated: data 0, noise 1; by default "
+        + ",".join(f"{level:g}" for level in NOISE_LEVELS),
+    )
+    features.add_argument("--pixels", type=boolean, default=True, help="evaluate raw pixels too (default: true)")
+    features.add_argument("--k", type=positive_int, default=20, help="neighbours of kNN (default: 20)")
+    features.add_argument(
+        "--temperature", type=non_negative_float, default=0.07, help="of kNN; 0 gives every neighbour one vote"
+    )
+    features.add_argument("--probe_protocol", choices=list(PROTOCOLS), default="ridge")
+
+
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    samples = parser.add_argument_group("samples")
+    samples.add_argument("--num_samples", type=positive_int, default=1000)
+    samples.add_argument(
+        "--classes", default="all", help="all in turn, none, or comma-separated names and numbers (default: all)"
+    )
+    samples.add_argument("--num_inference_steps", type=positive_int, default=50)
+    samples.add_argument(
+        "--guidance_scale", type=non_negative_float, default=1.0, help="as in diffusers: 1 is no guidance"
+    )
+    samples.add_argument("--vae", metavar="PATH", help="autoencoder for a pipeline of latents that has none")
+    samples.add_argument(
+        "--samples_dir", type=Path, default=Path("outputs/samples"), help="cache of samples (default: %(default)s)"
+    )
+    samples.add_argument(
+        "--feature_net",
+        default="pixels",
+        help="network whose features are compared: pixels (averaged to 8 x 8), inception (FID; needs torch-fidelity), or "
+        "any folder or repository that AutoModel loads",
+    )
+    samples.add_argument("--feature_net_revision", help="of its repository")
+    samples.add_argument("--reference", help=".npz file or folder of real images; by default the training images")
+    samples.add_argument(
+        "--bootstraps", type=positive_int, default=20, help="for the spread of the Frechet distance (default: 20)"
+    )
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Checked options; `kind` is that of the model, `metrics` and `output` are set."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    options.kind = model_kind(options.model, options.revision)
+    known = {
+        "encoder": FEATURE_METRICS,
+        "pipeline": (*FEATURE_METRICS, *SAMPLE_METRICS),
+        "samples": SAMPLE_METRICS,
+    }[options.kind]
+    if options.metrics is None:
+        options.metrics = list(FEATURE_METRICS if options.kind == "encoder" else SAMPLE_METRICS)
+    unknown = set(options.metrics) - set(known)
+    if unknown:
+        owner = {"encoder": "an encoder", "pipeline": "a pipeline", "samples": "samples"}[options.kind]
+        parser.error(f"--metrics of {owner} are {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    of_samples = bool(set(options.metrics) & set(SAMPLE_METRICS))
+    if of_samples:
+        if set(options.metrics) & set(FEATURE_METRICS):
+            parser.error(
+                "features and samples are evaluated one at a time: --metrics knn,linear,rank, or frechet,kid,prdc"
+            )
+        if options.dtype != "float32":
+            parser.error("samples are drawn and compared in float32; --dtype is for features")
+        if options.bootstraps < 2 or options.num_samples < 10:
+            parser.error("a distance needs at least --num_samples 10, and its spread --bootstraps 2")
+    if options.output is None:
+        name = Path(options.model).name.removesuffix(".npz")
+        suffix = "" if options.kind == "encoder" else "-samples" if of_samples else "-blocks"
+        options.output = Path("outputs/evaluate") / f"{name}{suffix}.json"
+    return options
+
+
+def model_kind(model: str, revision: str | None = None) -> str:
+    """`encoder`, `pipeline` or `samples`, by the files of a folder or repository."""
+    path = Path(model)
+    if path.suffix == ".npz" or (path / "sampling.json").exists():
+        return "samples"
+    if path.is_dir():
+        kinds = {"model_index.json": "pipeline", "config.json": "encoder"}
+        return next((kind for file, kind in kinds.items() if (path / file).exists()), "samples")
+    try:
+        DiffusionPipeline.load_config(model, revision=revision)
+        return "pipeline"
+    except OSError:  # no pipeline, or nothing at all; then loading an encoder reports it
+        return "encoder"

@@ -1,0 +1,188 @@
+"""Evaluation of an encoder's features: kNN accuracy, linear probe and effective rank, with raw pixels as a baseline."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..data.datasets import EvaluationDataset
+from ..data.shards import Encoder
+from ..data.sources import ImageSplits
+from ..errors import DataError
+from ..provenance import model_fingerprint
+from .effective_rank import effective_rank
+from .features import Extraction, hash_json, transformer_encoder, with_pixels
+from .knn import knn_accuracy
+from .linear_probe import PROTOCOLS, linear_probe
+
+
+FEATURE_METRICS = ("knn", "linear", "rank")
+
+
+@dataclass(frozen=True)
+class FeatureMetrics:
+    """Metrics of features, and their settings.
+
+    Args:
+        names (`Sequence[str]`): Some of `knn`, `linear` and `rank`.
+        k (`int`), temperature (`float`, *optional*): Of [`knn_accuracy`].
+        probe_protocol (`str`): Of [`linear_probe`], a name in `PROTOCOLS`.
+        seed (`int`): Of the linear probe.
+    """
+
+    names: Sequence[str] = FEATURE_METRICS
+    k: int = 20
+    temperature: float | None = 0.07
+    probe_protocol: str = "ridge"
+    seed: int = 0
+
+    def compute(self, train, train_labels, test, test_labels) -> dict[str, float]:
+        """Metrics of training and held-out features; the rank is that of the held-out ones."""
+        splits = train, train_labels, test, test_labels
+        results = {}
+        if "knn" in self.names:
+            results["knn_accuracy"] = knn_accuracy(*splits, k=self.k, temperature=self.temperature)
+        if "linear" in self.names:
+            results["linear_accuracy"] = linear_probe(*splits, protocol=self.probe_protocol, seed=self.seed)
+        if "rank" in self.names:
+            results["effective_rank"] = effective_rank(test)
+            results["effective_rank_exponential"] = effective_rank(test, "exponential")
+        return results
+
+    def protocol(self) -> dict:
+        """The settings, as results record them."""
+        return {
+            "knn": {"k": self.k, "similarity": "cosine", "temperature": self.temperature},
+            "linear": {"name": self.probe_protocol, **asdict(PROTOCOLS[self.probe_protocol]), "augment": False},
+            "rank": "entropy of the normalised eigenvalues of the centred covariance of held-out features",
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True)
+class FeatureSource:
+    """A model as a source of features, and everything that its features depend on.
+
+    Args:
+        names (`list[str]`): Features that `encode` returns.
+        processor: Prepares images; called as transformers' image processors are.
+        num_channels (`int`): Of the images that the model takes.
+        identity (`dict`): JSON-plain, with the fingerprint of the `model` in it: the key of cached features.
+        description (`str`): What the features are, for readers of the results.
+        dtype (`str`): Of the weights, such as `float32`.
+    """
+
+    encode: Encoder
+    names: list[str]
+    processor: Any
+    num_channels: int
+    identity: dict
+    description: str
+    dtype: str
+
+
+def evaluate_encoder(
+    model: torch.nn.Module,
+    processor,
+    splits: ImageSplits,
+    features: Sequence[str] | str | None = None,
+    metrics: FeatureMetrics | None = None,
+    extraction: Extraction | None = None,
+    accelerator: Accelerator | None = None,
+    pixels: bool = True,
+) -> dict:
+    """Rows of metrics by feature, with protocol and data set, for a vision model of transformers and its processor.
+
+    Args:
+        features (`Sequence[str]` or `str`, *optional*):
+            Names as [`transformer_encoder`] takes them, or `all_layers`: the model's own pooling at every depth. By default
+            the model's own pooling of the last layer, and the class token if there is one.
+        pixels (`bool`): Evaluates raw pixels too.
+    """
+    accelerator = accelerator or Accelerator()
+    pooling = getattr(model.config, "pooling", "mean")
+    if features is None:
+        has_class_token = any("cls_token" in name or "class_embedding" in name for name, _ in model.named_parameters())
+        features = [f"last.{pooling}"] + (["last.cls"] if has_class_token and pooling != "cls" else [])
+    elif features == "all_layers":
+        features = [f"{layer}.{pooling}" for layer in range(model.config.num_hidden_layers + 1)]
+    features = list(features)
+    source = FeatureSource(
+        encode=transformer_encoder(model.to(accelerator.device), features),
+        names=features,
+        processor=processor,
+        num_channels=getattr(model.config, "num_channels", 3),
+        identity={"model": model_fingerprint(model), "features": features},
+        description="whole images, as the model's processor prepares them",
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+    return evaluate_features(source, splits, metrics, extraction, accelerator, pixels)
+
+
+def evaluate_features(
+    source: FeatureSource,
+    splits: ImageSplits,
+    metrics: FeatureMetrics | None = None,
+    extraction: Extraction | None = None,
+    accelerator: Accelerator | None = None,
+    pixels: bool = True,
+) -> dict:
+    """Rows of metrics by feature, with protocol and data set; all processes call it, the main process gets the rows."""
+    metrics, extraction = metrics or FeatureMetrics(), extraction or Extraction()
+    accelerator = accelerator or Accelerator()
+    if splits.label_column is None and set(metrics.names) & {"knn", "linear"}:
+        raise DataError("kNN and probes need labels, and there is no label column: use --metrics rank, or name one.")
+    identity = {
+        **source.identity,
+        "pixels": pixels,
+        "processor": json.loads(source.processor.to_json_string()),
+        "dtype": source.dtype,
+        "columns": [splits.image_column, splits.label_column],
+    }
+    datasets, features = {"train": splits.train, "test": splits.held_out}, {}
+    for split, dataset in datasets.items():
+        features[split] = extraction.extract(
+            with_pixels(source.encode) if pixels else source.encode,
+            EvaluationDataset(
+                dataset,
+                splits.image_column,
+                splits.label_column,
+                source.processor,
+                source.num_channels,
+                extraction.on_bad_image,
+            ),
+            {**identity, "split": split, "data": dataset._fingerprint},
+            accelerator,
+            f"features of {split}",
+        )
+    train, test = features["train"], features["test"]
+    rows = {}
+    if accelerator.is_main_process:
+        for name in (["pixels"] if pixels else []) + source.names:
+            rows[name] = metrics.compute(train[name], train["labels"], test[name], test["labels"])
+    return {
+        "model_fingerprint": source.identity["model"],
+        "rows": rows,
+        "protocol": {
+            "features": source.description,
+            **metrics.protocol(),
+            "dtype": source.dtype,
+            "precision": accelerator.mixed_precision,
+        },
+        "dataset": {
+            "name": splits.name,
+            "held_out": splits.held_out_rule,
+            "number": {split: len(features[split]["labels"]) for split in datasets},
+            "fingerprint": {split: hash_json(features[split]["checksums"].tolist()) for split in datasets},
+            **count_skipped({split: (len(datasets[split]), len(features[split]["labels"])) for split in datasets}),
+        },
+    }
+
+
+def count_skipped(numbers: dict[str, tuple[int, int]]) -> dict[str, dict[str, int]]:
+    """`skipped` images by split, from the numbers of images and of features; empty if there are none."""
+    skipped = {split: total - encoded for split, (total, encoded) in numbers.items() if encoded < total}
+    return {"skipped": skipped} if skipped else {}
