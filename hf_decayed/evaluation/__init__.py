@@ -1,4 +1,9 @@
-"""Measurements: tensors in, numbers out; `skip_ablation` takes a model."""
+"""Evaluation: metrics from tensors to numbers, features of models, samples of pipelines.
+
+`hf-decayed evaluate` runs `__main__.py`; the metrics below take tensors, `skip_ablation` a model.
+"""
+
+import warnings
 
 from .effective_rank import effective_rank
 from .frechet import density_coverage, frechet_distance, kernel_distance, precision_recall
@@ -19,3 +24,10 @@ __all__ = [
     "precision_recall",
     "skip_ablation",
 ]
+
+
+def __getattr__(name: str):
+    if name == "skip_use":
+        warnings.warn("`skip_use` is now called `skip_ablation`.", FutureWarning, stacklevel=2)
+        return skip_ablation
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

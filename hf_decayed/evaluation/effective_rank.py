@@ -1,4 +1,4 @@
-"""Effective rank of features: how many directions they really use (Roy and Vetterli, 2007)."""
+"""Effective rank of features: how many directions they use (Roy and Vetterli, 2007)."""
 
 import torch
 
@@ -10,7 +10,7 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
     """Effective rank of `(number, dim)` features.
 
     Args:
-        features (`torch.Tensor` of shape `(number, dim)`): Features; the mean is taken off first.
+        features (`torch.Tensor` of shape `(number, dim)`): Features; they are centred first.
         kind (`str`, defaults to `"entropy"`):
             `entropy`: the paper's, minus the sum of s log s over the singular values of the covariance, normalised to
             sum 1. `exponential`: its exponential, Roy and Vetterli's number of directions. `rankme`: the exponential
@@ -21,28 +21,28 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
     if kind not in ("entropy", "exponential", "rankme"):
         raise ValueError(f"`kind` must be 'entropy', 'exponential' or 'rankme', got {kind!r}.")
     check_features("features", features)
-    features = features.cpu() if features.device.type == "mps" else features  # which has no float64
-    # Products and sums of a block in the features' own precision, which is twice as fast; over blocks in float64.
-    # RankMe takes roots of the spectrum, which blow rounding up: in float64 altogether.
-    kept = torch.float64 if kind == "rankme" else torch.promote_types(features.dtype, torch.float32)
+    features = features.cpu() if features.device.type == "mps" else features  # MPS has no float64
+    # Within a block in the features' own precision, which is twice as fast, and over blocks in float64. RankMe takes square
+    # roots of the spectrum, which amplify rounding: all in float64.
+    dtype = torch.float64 if kind == "rankme" else torch.promote_types(features.dtype, torch.float32)
     blocks = features.split(BANK_BLOCK)
-    mean = sum(block.to(kept).sum(dim=0).double() for block in blocks) / len(features)
-    centre = torch.zeros_like(mean, dtype=kept) if kind == "rankme" else mean.to(kept)
+    mean = sum(block.to(dtype).sum(dim=0).double() for block in blocks) / len(features)
+    centre = torch.zeros_like(mean, dtype=dtype) if kind == "rankme" else mean.to(dtype)
     # The smaller of the two matrices has the same non-zero spectrum: dim x dim, or number x number for few samples.
     if features.shape[1] <= len(features):
-        gram, left = 0.0, 0.0
+        gram, residual = 0.0, 0.0
         for block in blocks:
-            centred = block.to(kept) - centre
+            centred = block.to(dtype) - centre
             gram = gram + upper_gram(centred).double()
-            left = left + centred.sum(dim=0).double()
-        if kind != "rankme":  # what the mean's rounding has left
-            gram = gram - torch.outer(left, left) / len(features)
+            residual = residual + centred.sum(dim=0).double()
+        if kind != "rankme":  # the rounding error of the mean
+            gram = gram - torch.outer(residual, residual) / len(features)
     else:
         centred = features.double() - (0.0 if kind == "rankme" else features.double().mean(dim=0))
         gram = centred @ centred.T
     spectrum = torch.linalg.eigvalsh(gram, UPLO="U").clamp(min=0)
-    # Taking the mean off constant features leaves rounding, not zero.
-    if spectrum.sum() <= (8 * torch.finfo(kept).eps) ** 2 * len(features) * mean.square().sum():
+    # Centred constant features are not exactly zero, but rounding.
+    if spectrum.sum() <= (8 * torch.finfo(dtype).eps) ** 2 * len(features) * mean.square().sum():
         return 0.0 if kind == "entropy" else 1.0
     if kind == "rankme":
         spectrum = spectrum.sqrt()
@@ -53,7 +53,7 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
 
 
 def upper_gram(features: torch.Tensor, width: int = 192) -> torch.Tensor:
-    """`features.T @ features` in its upper triangle, all that `eigvalsh` reads: little more than half of the products."""
+    """`features.T @ features` in its upper triangle, which is all that `eigvalsh` reads: about half of the products."""
     dim = features.shape[1]
     gram = features.new_zeros(dim, dim)
     for start in range(0, dim, width):
@@ -63,5 +63,5 @@ def upper_gram(features: torch.Tensor, width: int = 192) -> torch.Tensor:
 
 
 def in_double(features: torch.Tensor) -> torch.Tensor:
-    """As float64, on a device that has it."""
+    """Features as float64, on the CPU if the device does not have it."""
     return (features.cpu() if features.device.type == "mps" else features).double()

@@ -1,10 +1,10 @@
-"""k-nearest-neighbour accuracy of features, after DINO's protocol: cosine similarity, votes weighted by it."""
+"""k-nearest-neighbour accuracy of features by DINO's protocol: cosine similarity, and votes weighted by it."""
 
 import torch
 from torch.nn import functional as F
 
 
-BANK_BLOCK = 4096  # rows that are worked on at once, so that memory does not grow with the number of features
+BANK_BLOCK = 4096  # rows processed at once: memory does not grow with the number of features
 
 
 @torch.no_grad()
@@ -25,10 +25,10 @@ def knn_accuracy(
         train_labels, test_labels (`torch.Tensor` of shape `(number,)`): Classes, counted from 0.
         k (`int`, defaults to 20): Neighbours that vote; the paper's choice.
         temperature (`float`, *optional*, defaults to 0.07):
-            A neighbour of cosine similarity s has the weight `exp(s / temperature)`. `None` gives each one vote; a tie
-            goes to the smaller class.
-        num_classes (`int`, *optional*): Refuse labels from this number on.
-        chunk_size (`int`, defaults to 512): Queries at a time, so that similarities never exist all at once.
+            A neighbour of cosine similarity s has the weight `exp(s / temperature)`. `None` gives every neighbour one vote;
+            a tie goes to the smaller class.
+        num_classes (`int`, *optional*): Labels must be smaller; by default the largest label + 1.
+        chunk_size (`int`, defaults to 512): Queries at a time: the matrix of all similarities is never in memory.
     """
     num_classes = check_splits(train_features, train_labels, test_features, test_labels, num_classes)
     if not 1 <= k <= len(train_features):
@@ -36,53 +36,53 @@ def knn_accuracy(
     if temperature is not None and not temperature > 0:
         raise ValueError(f"`temperature` must be positive or None, got {temperature}.")
 
-    # Block after block of the bank, each query keeping its best k so far: neither a second bank nor all similarities
-    # ever exist.
+    # The bank block by block, with a running top k for every query: neither a normalised copy of the bank nor the matrix of
+    # all similarities is in memory.
     best = torch.full((len(test_features), k), -torch.inf, device=test_features.device)
-    votes_of = torch.zeros(len(test_features), k, dtype=torch.long, device=test_features.device)
+    neighbour_labels = torch.zeros(len(test_features), k, dtype=torch.long, device=test_features.device)
     for bank, bank_labels in zip(train_features.split(BANK_BLOCK), train_labels.split(BANK_BLOCK)):
         bank = F.normalize(bank.float(), dim=1).to(best.device)
         bank_labels = bank_labels.long().to(best.device)
         for start in range(0, len(test_features), chunk_size):
             chunk = slice(start, start + chunk_size)
-            similarities = test_features[chunk].float() @ bank.T  # times the length of the query, which moves no rank
+            similarities = test_features[chunk].float() @ bank.T  # unnormalised queries have the same order
             similarities, neighbours = top_of_row(similarities, min(k, len(bank)))
             similarities = torch.cat([best[chunk], similarities], dim=1)
-            labels = torch.cat([votes_of[chunk], bank_labels[neighbours]], dim=1)
+            labels = torch.cat([neighbour_labels[chunk], bank_labels[neighbours]], dim=1)
             best[chunk], order = similarities.topk(k, dim=1)
-            votes_of[chunk] = labels.gather(1, order)
+            neighbour_labels[chunk] = labels.gather(1, order)
     best /= torch.linalg.vector_norm(test_features.float(), dim=1, keepdim=True).clamp(min=1e-12).to(best.device)
-    # Relative to the nearest, which changes no vote and cannot overflow.
+    # Relative to the nearest neighbour: the votes are the same, and nothing overflows.
     weights = torch.ones_like(best) if temperature is None else ((best - best[:, :1]) / temperature).exp()
-    votes = torch.zeros(len(best), num_classes, device=best.device).scatter_add_(1, votes_of, weights)
+    votes = torch.zeros(len(best), num_classes, device=best.device).scatter_add_(1, neighbour_labels, weights)
     return (votes.argmax(dim=1) == test_labels.to(best.device)).double().mean().item()
 
 
 def top_of_row(values: torch.Tensor, k: int, group: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values.topk(k, dim=1)`, unsorted and several times faster where rows are long.
+    """`values.topk(k, dim=1)`, unsorted, and several times faster for long rows.
 
-    The k largest lie in the k groups with the largest maxima, and only those are searched. Members of a group lie far
-    apart, so that maxima of neighbouring groups are found side by side.
+    Rows are divided into groups. The k largest values are in the k groups with the largest maxima, so only these groups are
+    searched. Members of a group are strided, so that the maxima of all groups are one vectorised reduction.
     """
     rows, length = values.shape
     groups = length // group
     if groups < 2 * k:
         return values.topk(k, dim=1, sorted=False)
     maxima = values[:, : groups * group].view(rows, group, groups).amax(dim=1)
-    chosen = maxima.topk(k, dim=1, sorted=False).indices
-    places = (chosen.unsqueeze(2) + groups * torch.arange(group, device=values.device)).flatten(1)
-    rest = torch.arange(groups * group, length, device=values.device).expand(rows, -1)  # too few for a group
-    places = torch.cat([places, rest], dim=1)
-    best, order = values.gather(1, places).topk(k, dim=1, sorted=False)
-    return best, places.gather(1, order)
+    best_groups = maxima.topk(k, dim=1, sorted=False).indices
+    indices = (best_groups.unsqueeze(2) + groups * torch.arange(group, device=values.device)).flatten(1)
+    rest = torch.arange(groups * group, length, device=values.device).expand(rows, -1)  # too few to fill a group
+    indices = torch.cat([indices, rest], dim=1)
+    best, order = values.gather(1, indices).topk(k, dim=1, sorted=False)
+    return best, indices.gather(1, order)
 
 
 def check_features(name: str, features: torch.Tensor) -> None:
     if features.ndim != 2 or len(features) == 0:
         raise ValueError(f"{name}: features must have shape (number, dim), got {tuple(features.shape)}.")
-    sums = torch.promote_types(features.dtype, torch.float32)  # sums of float16 would overflow
-    # A sum is finite only if all of it is: one quick pass, and a slow one to count where it is not.
-    if all(block.sum(dim=0, dtype=sums).isfinite().all() for block in features.split(BANK_BLOCK)):
+    sum_dtype = torch.promote_types(features.dtype, torch.float32)  # sums in float16 would overflow
+    # A sum is finite only if all its terms are: a fast pass, and a slow one that counts only if it fails.
+    if all(block.sum(dim=0, dtype=sum_dtype).isfinite().all() for block in features.split(BANK_BLOCK)):
         return
     bad = sum(int((~torch.isfinite(block)).any(dim=1).sum()) for block in features.split(BANK_BLOCK))
     if bad:
@@ -100,7 +100,7 @@ def check_labelled(name: str, features: torch.Tensor, labels: torch.Tensor) -> N
 
 
 def check_splits(train_features, train_labels, test_features, test_labels, num_classes: int | None) -> int:
-    """Refuses what cannot be judged; returns the number of classes, counted when not given."""
+    """Checks features and labels of both splits; returns the number of classes."""
     check_labelled("train", train_features, train_labels)
     check_labelled("test", test_features, test_labels)
     if train_features.shape[1] != test_features.shape[1]:

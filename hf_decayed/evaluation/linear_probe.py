@@ -1,4 +1,4 @@
-"""Accuracy of a linear classifier on frozen features, by the protocols of the literature."""
+"""Accuracy of a linear classifier on frozen features, by published protocols."""
 
 import math
 import warnings
@@ -18,9 +18,9 @@ class ProbeProtocol:
     Args:
         optimizer (`str`): `lars`, `adamw` (weight decay 0.01, torch's default), or `ridge`: no steps, the least-squares
             solution for one-hot targets on standardised features, with `learning_rate` as its regularisation.
-        learning_rate (`float`): Peak value; per 256 images where `scale_learning_rate` says so.
+        learning_rate (`float`): Peak value; with `scale_learning_rate`, per 256 images of a batch.
         batch_norm (`bool`): A `BatchNorm1d` without affine parameters before the classifier.
-        augment (`bool`): Random resized crop and flip, which cached features cannot have.
+        augment (`bool`): Random resized crop and flip; not possible with cached features.
     """
 
     optimizer: str
@@ -38,9 +38,9 @@ PROTOCOLS = {
     "mae_imagenet1k": ProbeProtocol(
         "lars", 0.1, 16384, 90, 10, scale_learning_rate=True, batch_norm=True, augment=True
     ),
-    # The paper's for ImageNet-100: features computed once.
+    # The paper for ImageNet-100: on cached features.
     "paper_imagenet100": ProbeProtocol("adamw", 0.01, 1024, 200),
-    # For a quick look, and for many layers at once.
+    # Closed form, for a quick look and for many layers.
     "ridge": ProbeProtocol("ridge", 1e-3, batch_norm=True),
 }
 
@@ -58,8 +58,8 @@ def linear_probe(
 
     Args:
         protocol (`str` or `ProbeProtocol`, defaults to `"paper_imagenet100"`):
-            A name in `PROTOCOLS`, or values of one's own. A batch larger than the training set becomes the training set,
-            and the learning rate follows where it goes by the batch. On cached features nothing is augmented.
+            A name in `PROTOCOLS`, or a protocol. The batch size is at most the size of the training set, and a scaled
+            learning rate follows it. Features are cached, so nothing is augmented.
     """
     num_classes = check_splits(train_features, train_labels, test_features, test_labels, num_classes)
     protocol = PROTOCOLS[protocol] if isinstance(protocol, str) else protocol
@@ -83,9 +83,9 @@ def probe_classifier(dim: int, num_classes: int, protocol: ProbeProtocol, seed: 
 
 
 def probe_optimizer(classifier: torch.nn.Module, protocol: ProbeProtocol, number: int) -> torch.optim.Optimizer:
-    """The protocol's optimizer, for so many images."""
+    """The protocol's optimizer; warns if `number` images are too few for its learning rate."""
     if protocol.optimizer == "lars":
-        # LARS moves weights by steps times rate, which go with epochs times images, whatever the batch is.
+        # LARS moves the weights by steps times learning rate: epochs times images, whatever the batch size is.
         if protocol.epochs * protocol.learning_rate * number < 100_000:
             warnings.warn(
                 f"{protocol.epochs} epochs of {number} images are few for this protocol: the classifier hardly moves. "
@@ -110,7 +110,7 @@ def train_probe(classifier, features, labels, protocol: ProbeProtocol, seed: int
         if step % steps_per_epoch == 0:
             order = torch.randperm(number, generator=generator).to(features.device)
         rows = order[step % steps_per_epoch * batch_size :][:batch_size]
-        if len(rows) == 1 and protocol.batch_norm:  # a last batch of one has no variance
+        if len(rows) == 1 and protocol.batch_norm:  # one image has no variance
             continue
         for group in optimizer.param_groups:
             group["lr"] = peak * warmup_cosine(step + 1, warmup_steps, total_steps)
@@ -133,7 +133,7 @@ def ridge(train_features, train_labels, test_features, num_classes: int, regular
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Share of the peak learning rate at a step: up in a line over `warmup_steps`, then half a cosine down to 0."""
+    """Learning rate at a step over its peak: linear warmup over `warmup_steps`, then a cosine down to 0."""
     if step < warmup_steps:
         return step / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
@@ -141,9 +141,10 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
 
 
 class LARS(torch.optim.Optimizer):
-    """Layer-wise adaptive rate scaling (You et al., 2017), as linear probing uses it; torch has none.
+    """Layer-wise adaptive rate scaling (You et al., 2017), as linear probing uses it; torch does not have it.
 
-    Each matrix moves by its own norm over that of its gradient, times `trust_coefficient`; biases by plain momentum.
+    The update of a matrix is scaled by `trust_coefficient` times its norm over that of its gradient; biases have plain
+    momentum.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which encoder-decoder skips a masked autoencoder lives off."""
+"""Skip ablation: which encoder-decoder skips a masked autoencoder relies on."""
 
 import math
 
@@ -9,24 +9,25 @@ import torch
 def skip_ablation(
     model: torch.nn.Module, pixel_values: torch.Tensor, noise: torch.Tensor, batch_size: int = 64
 ) -> dict[int, float]:
-    """By how much the reconstruction loss rises when the decoder gets the mean of a skip instead of the skip.
+    """Increase of the reconstruction loss when one skip is replaced by its mean.
 
-    The mean is over the images of a batch, of patches over their places too, so that hardly anything of an image is left
-    in it. A bottleneck that is used shows at the deepest skip; one that was given up has a rise near 0 there, however good
-    the reconstructions are. With `decoder_input="latent"` the decoder still gets the encoder's output beside the skips.
+    The mean is taken over the images of a batch, and for patches over all positions too, so that hardly any information about
+    an image is left. If the decoder relies on the bottleneck, the deepest skip has a large increase; an increase near 0 there
+    means that the bottleneck is unused, however good the reconstructions are. With `decoder_input="latent"` the decoder still
+    gets the encoder's output besides the skips.
 
     Args:
         model (`DecayedViTMAEForPreTraining`): In evaluation mode.
         pixel_values (`torch.Tensor` of shape `(number, num_channels, height, width)`):
-            Normalised images, in any order but by class.
-        noise (`torch.Tensor` of shape `(number, num_patches)`): Decides what is masked of each, with and without a skip.
-        batch_size (`int`, defaults to 64): Images at most that a mean is taken over.
+            Normalised images, not sorted by class.
+        noise (`torch.Tensor` of shape `(number, num_patches)`): Decides which patches are masked, the same for all skips.
+        batch_size (`int`, defaults to 64): Largest number of images that a mean is taken over.
 
-    Returns the rise by the encoder layer that the skip leaves, counted from 1, deepest first; empty without skips.
+    Returns the increase by the encoder layer of the skip, counted from 1, deepest first; empty for a model without skips.
     """
     if len(noise) != len(pixel_values):
         raise ValueError(f"{len(pixel_values)} images need as many rows of noise, got {len(noise)}.")
-    batches = math.ceil(len(pixel_values) / batch_size)  # of equal size: a single image would be its own mean
+    num_batches = math.ceil(len(pixel_values) / batch_size)  # of equal size: a single image would be its own mean
     layers = range(model.config.num_hidden_layers, 0, -2)[: model.config.num_skips]
 
     def loss_without(index: int | None) -> float:
@@ -35,20 +36,20 @@ def skip_ablation(
             hook = model.decoder.skips[index].register_forward_pre_hook(replace_by_mean)
         try:
             losses = [
-                model(images, noise=order, return_logits=False).loss * len(images)
-                for images, order in zip(pixel_values.tensor_split(batches), noise.tensor_split(batches))
+                model(images, noise=mask_noise, return_logits=False).loss * len(images)
+                for images, mask_noise in zip(pixel_values.tensor_split(num_batches), noise.tensor_split(num_batches))
             ]
         finally:
             if hook is not None:
                 hook.remove()
         return float(sum(losses) / len(pixel_values))
 
-    whole = loss_without(None) if layers else 0.0
-    return {layer: loss_without(index) - whole for index, layer in enumerate(layers)}
+    full_loss = loss_without(None) if layers else 0.0
+    return {layer: loss_without(index) - full_loss for index, layer in enumerate(layers)}
 
 
 def replace_by_mean(skip: torch.nn.Module, arguments: tuple) -> tuple:
+    """Forward pre-hook of a skip: replaces the encoder's class token and patches by their means."""
     hidden_states, encoded = arguments
-    class_token, patches = encoded[:, :1], encoded[:, 1:]
-    means = [each.mean(dim=(0, 1), keepdim=True).expand_as(each) for each in (class_token, patches)]
+    means = [tokens.mean(dim=(0, 1), keepdim=True).expand_as(tokens) for tokens in (encoded[:, :1], encoded[:, 1:])]
     return hidden_states, torch.cat(means, dim=1)

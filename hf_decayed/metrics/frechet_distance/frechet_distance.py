@@ -19,7 +19,7 @@ DESCRIPTION = (
 )
 INPUTS = """
 predictions: features of generated images, (number, dim)
-real_features: features of real ones, as many as there are
+real_features: features of real images, any number of them
 """
 
 
@@ -34,5 +34,5 @@ class FrechetDistance(evaluate.Metric):
         )
 
     def _compute(self, predictions, real_features):
-        real, generated = (torch.as_tensor(each, dtype=torch.float32) for each in (real_features, predictions))
+        real, generated = (torch.as_tensor(features, dtype=torch.float32) for features in (real_features, predictions))
         return {"frechet_distance": frechet_distance(real, generated)}

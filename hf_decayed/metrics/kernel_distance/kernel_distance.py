@@ -17,7 +17,7 @@ from hf_decayed.evaluation import kernel_distance
 DESCRIPTION = "Unbiased squared maximum mean discrepancy with a cubic kernel, over random subsets; on Inception's features it is KID."
 INPUTS = """
 predictions: features of generated images, (number, dim)
-real_features: features of real ones, as many as there are
+real_features: features of real images, any number of them
 num_subsets (100), subset_size (1000)
 """
 
@@ -33,6 +33,6 @@ class KernelDistance(evaluate.Metric):
         )
 
     def _compute(self, predictions, real_features, num_subsets=100, subset_size=1000):
-        real, generated = (torch.as_tensor(each, dtype=torch.float32) for each in (real_features, predictions))
+        real, generated = (torch.as_tensor(features, dtype=torch.float32) for features in (real_features, predictions))
         mean, deviation = kernel_distance(real, generated, num_subsets, subset_size)
         return {"kernel_distance": mean, "kernel_distance_deviation": deviation}

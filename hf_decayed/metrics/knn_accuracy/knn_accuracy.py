@@ -20,8 +20,8 @@ DESCRIPTION = (
 INPUTS = """
 predictions: test features, (number, dim)
 references: test labels
-train_features, train_labels: the bank
-k (20), temperature (0.07; None gives each neighbour one vote)
+train_features, train_labels: training set, whose features vote
+k (20), temperature (0.07; None gives every neighbour one vote)
 """
 
 
@@ -36,6 +36,6 @@ class KNNAccuracy(evaluate.Metric):
         )
 
     def _compute(self, predictions, references, train_features, train_labels, k=20, temperature=0.07):
-        bank, queries = (torch.as_tensor(each, dtype=torch.float32) for each in (train_features, predictions))
-        bank_labels, labels = (torch.as_tensor(each) for each in (train_labels, references))
+        bank, queries = (torch.as_tensor(features, dtype=torch.float32) for features in (train_features, predictions))
+        bank_labels, labels = (torch.as_tensor(values) for values in (train_labels, references))
         return {"knn_accuracy": knn_accuracy(bank, bank_labels, queries, labels, k=k, temperature=temperature)}

@@ -20,7 +20,7 @@ DESCRIPTION = (
 INPUTS = """
 predictions: test features, (number, dim)
 references: test labels
-train_features, train_labels: what the classifier is trained on
+train_features, train_labels: training set of the classifier
 protocol: ridge (default), paper_imagenet100, mae_imagenet1k; seed (0)
 """
 
@@ -36,6 +36,6 @@ class LinearProbe(evaluate.Metric):
         )
 
     def _compute(self, predictions, references, train_features, train_labels, protocol="ridge", seed=0):
-        train, test = (torch.as_tensor(each, dtype=torch.float32) for each in (train_features, predictions))
-        labels, test_labels = (torch.as_tensor(each) for each in (train_labels, references))
+        train, test = (torch.as_tensor(features, dtype=torch.float32) for features in (train_features, predictions))
+        labels, test_labels = (torch.as_tensor(values) for values in (train_labels, references))
         return {"linear_accuracy": linear_probe(train, labels, test, test_labels, protocol=protocol, seed=seed)}

@@ -15,12 +15,12 @@ from hf_decayed.evaluation import precision_recall
 
 
 DESCRIPTION = (
-    "Shares of generated features within reach of real ones, and of real ones within reach of generated ones."
+    "Fractions of generated features within the radius of real ones, and of real ones within that of generated ones."
 )
 INPUTS = """
 predictions: features of generated images, (number, dim)
-real_features: features of real ones, as many as there are
-k (3): the neighbour that sets the reach
+real_features: features of real images, any number of them
+k (3): neighbour whose distance is the radius
 """
 
 
@@ -35,6 +35,6 @@ class PrecisionRecall(evaluate.Metric):
         )
 
     def _compute(self, predictions, real_features, k=3):
-        real, generated = (torch.as_tensor(each, dtype=torch.float32) for each in (real_features, predictions))
+        real, generated = (torch.as_tensor(features, dtype=torch.float32) for features in (real_features, predictions))
         precision, recall = precision_recall(real, generated, k)
         return {"precision": precision, "recall": recall}
