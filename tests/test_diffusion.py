@@ -69,10 +69,10 @@ def test_each_file_has_the_schedules_of_the_package(file):
         ("linear", "cosine", "constant"), ("sublayer", "layer"), ("both", "attention", "mlp")
     )
     for settings in schedules:
-        assert file.shortcut_alphas(7, 0.6, *settings) == shortcut_decay.layer_shortcut_factors(7, 0.6, *settings)
-        assert file.suggested_decay(13, *settings) == shortcut_decay.suggest_shortcut_decay(
-            13, schedule=settings[0], granularity=settings[1], scope=settings[2]
-        )
+        expected = shortcut_decay.layer_shortcut_factors(7, 0.6, *settings)
+        assert file.layer_shortcut_factors(7, 0.6, *settings) == expected
+        expected = shortcut_decay.suggest_shortcut_decay(13, 3e-3, *settings)
+        assert file.suggest_shortcut_decay(13, 3e-3, *settings) == expected
 
 
 def attend(x, weights, heads):
@@ -299,7 +299,7 @@ def test_sizes_by_name():
 def test_at_the_start_only_shortcuts_speak(sample):
     """With silent branches, what comes out of the first half is the embedding times the alphas up to there."""
     model = DecayedUViT2DModel(**SIZES, shortcut_decay=0.5)
-    alphas = model.shortcut_alphas if hasattr(model, "shortcut_alphas") else np.linspace(1, 0.5, 10)
+    alphas = np.linspace(1, 0.5, 10)
     first, second = model(sample, 3, output_hidden_states=True).hidden_states[:2]
     torch.testing.assert_close(second, first * float(alphas[2] * alphas[3]))
 
@@ -453,7 +453,7 @@ def test_what_a_pipeline_refuses():
         ({"latents": torch.zeros(1, 3, 8, 8)}, "`latents` must have shape"),
         ({"class_labels": 1, "batch_size": 4}, "`batch_size=4` is for images without classes, and there are 1"),
         ({"num_images_per_label": 4}, "`num_images_per_label` needs `class_labels`"),
-        ({"guidance_interval": (1, 0)}, "from a lower to a higher share"),
+        ({"guidance_interval": (1, 0)}, "from a lower to a higher noise level"),
         ({"num_inference_steps": 0}, "at least 1, got 0"),
         ({"output_type": "jpg"}, "must be pil, np, pt or latent, got 'jpg'"),
         ({"class_labels": []}, "`class_labels` is empty"),
@@ -470,17 +470,17 @@ def test_what_a_pipeline_refuses():
         ("noise", DPMSolverMultistepScheduler(use_flow_sigmas=True), "no `use_flow_sigmas`"),
         ("noise", EDMEulerScheduler(prediction_type="epsilon"), "other noise levels than the network was trained on"),
         ("flow", FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "`invert_sigmas=True` does not follow"),
-        ("flow", FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), "take SiTSDEScheduler"),
+        ("flow", FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), "use SiTSDEScheduler"),
         ("flow", DPMSolverMultistepScheduler(), "velocity of a flow.*'epsilon'"),
         ("flow", DPMSolverMultistepScheduler(prediction_type="flow_prediction"), "use_flow_sigmas=True"),
     ):
         with pytest.raises(ValueError, match=said):
             known_pipeline(kind, scheduler)()
-    with pytest.raises(ValueError, match="no VAE to make images of them"):
+    with pytest.raises(ValueError, match="no VAE to decode them"):
         known_pipeline("noise", DPMSolverMultistepScheduler(), in_channels=4)(num_inference_steps=2)
     with pytest.raises(ValueError, match="NaN or infinity, so there are no images"):
         known_pipeline("noise", DPMSolverMultistepScheduler(), broken=True)(num_inference_steps=2)
-    with pytest.raises(ValueError, match="`last_step_size` is a part"):
+    with pytest.raises(ValueError, match="`last_step_size` must lie in"):
         SiTSDEScheduler(last_step_size=0)
     with pytest.raises(ValueError, match="as in 'XL/2', got 'XL/x'"):
         DecayedSiTTransformer2DModel.from_size("XL/x")
@@ -507,7 +507,7 @@ def test_what_the_autoencoder_does_to_samples(kind):
     latents = torch.randn(1, 3, 16, 16)
     with torch.no_grad():
         expected = (pipeline.vae.decode(latents / 2.0).sample / 2 + 0.5).clamp(0, 1)
-        torch.testing.assert_close(pipeline.decoded(latents, "pt"), expected)
+        torch.testing.assert_close(pipeline.decode_latents(latents, "pt"), expected)
         pipeline.vae.decoder.conv_out.weight.fill_(math.nan)
     with pytest.raises(ValueError, match="decoded images hold NaN or infinity.*a VAE in float32"):
         pipeline(num_inference_steps=2)
@@ -655,7 +655,7 @@ def test_a_converted_pipeline_of_latents_gets_its_autoencoder(tmp_path, capsys):
     small_vae(4).save_pretrained(tmp_path / "vae")
     command = ["sample", str(tmp_path / "model"), "--num", "2", "--num_inference_steps", "2", "--output"]
     assert main([*command, str(tmp_path / "without")]) == 2
-    assert "no VAE to make images of them" in capsys.readouterr().err
+    assert "no VAE to decode them" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "with"), "--vae", str(tmp_path / "vae")]) == 0
     assert len(list((tmp_path / "with" / "images").iterdir())) == 2
 

@@ -382,7 +382,7 @@ def test_other_wrong_input(pixel_values):
         model(torch.zeros(1, 3, 36, 32), interpolate_pos_encoding=True)
     with pytest.raises(ValueError, match=r"`noise` must have shape .* = \(3, 16\), got \(3, 15\)"):
         model(pixel_values, noise=torch.rand(3, 15))
-    with pytest.raises(ValueError, match="`mask_ratio` must remove at least one of 16 patches, got 0.0"):
+    with pytest.raises(ValueError, match="`mask_ratio` must mask at least one of 16 patches, got 0.0"):
         model(pixel_values, mask_ratio=0.0)
     for ratio in (0.99, 1.0, -0.1, math.nan):
         with pytest.raises(ValueError, match=f"leave at least one of 16 patches, got {ratio}"):

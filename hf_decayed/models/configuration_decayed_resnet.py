@@ -1,17 +1,45 @@
 """Configuration of the decayed residual network: transformers' ResNet plus the fields of the decayed shortcut."""
 
+import dataclasses
+import difflib
 from typing import Literal
 
 from transformers.utils.versions import require_version
 
 
-# Checked before anything else is imported, so that an older library answers with a version and not with a missing name.
+# Checked before the imports below, so that an older transformers fails with a version and not with a missing name.
 require_version("transformers>=5.18.0", "Decayed ResNet needs it: `pip install -U transformers`.")
 
 from huggingface_hub.dataclasses import strict  # noqa: E402
-from transformers import ResNetConfig  # noqa: E402
+from transformers import PreTrainedConfig, ResNetConfig  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
 
 from .shortcut_decay import shortcut_factors  # noqa: E402
+
+
+__all__ = ["DecayedResNetConfig"]
+
+# Names that other code uses for our fields. Accepted silently, they would have no effect.
+OTHER_NAMES = {
+    "alpha_min": "shortcut_decay",
+    "min_decay": "shortcut_decay",
+    "alpha": "shortcut_decay",
+    "decay": "shortcut_decay",
+    "num_blocks": "depths",
+    "num_layers": "depths",
+    "num_hidden_layers": "depths",
+}
+
+# More blocks in a stage than this are a typing error: building them would exhaust the memory.
+MAX_BLOCKS = 10_000
+
+
+# Copied from hf_decayed.models.configuration_decayed_vit_mae.check_num_labels
+def check_num_labels(fields: dict) -> None:
+    """Raises for a wrong `num_labels`, which is not a field: transformers turns it into `id2label`."""
+    num_labels = fields.get("num_labels", 0)
+    if num_labels is not None and (type(num_labels) is not int or num_labels < 0):
+        raise ValueError(f"`num_labels` must be an integer of at least 0, got {num_labels!r}.")
 
 
 @strict
@@ -19,18 +47,18 @@ class DecayedResNetConfig(ResNetConfig):
     r"""
     Configuration of [`DecayedResNetModel`] and its classifier: every field of `ResNetConfig`, and those below.
 
-    `DecayedResNetConfig()` is ResNet-18 with the decay that the paper found best for it. `from_num_blocks` gives the
-    paper's deeper networks. With `shortcut_decay=1.0` it is transformers' ResNet, weight for weight.
+    `DecayedResNetConfig()` is ResNet-18 with the paper's best decay for it. `from_num_blocks` builds the paper's deeper
+    networks. With `shortcut_decay=1.0` it is transformers' ResNet, weight for weight.
 
     Args:
         shortcut_decay (`float`, *optional*, defaults to 0.7):
-            Weight of the shortcut in the last block, in [0, 1]; weights fall to it from 1 with depth. `1.0` gives the
-            ordinary network.
+            Weight of the shortcut in the last block, in [0, 1]; the weights fall from 1 to this value with depth. `1.0`
+            gives the ordinary network.
         shortcut_schedule (`str`, *optional*, defaults to `"linear"`):
             `linear`, `cosine` or `constant` (every weight is `shortcut_decay`).
         stem (`str`, *optional*, defaults to `"imagenet"`):
             `imagenet`: a convolution and a pooling that each halve the image. `small`: a 3 x 3 convolution that keeps
-            its size, for images of 32 pixels or so.
+            its size, for images of about 32 pixels.
 
     Example:
 
@@ -44,19 +72,23 @@ class DecayedResNetConfig(ResNetConfig):
 
     model_type = "decayed_resnet"
 
-    hidden_sizes: list[int] | tuple[int, ...] | None = (64, 128, 256, 512)
-    depths: list[int] | tuple[int, ...] | None = (2, 2, 2, 2)
-    layer_type: str = "basic"
+    hidden_sizes: list[int] | tuple[int, ...] = (64, 128, 256, 512)
+    depths: list[int] | tuple[int, ...] = (2, 2, 2, 2)
+    layer_type: Literal["basic", "bottleneck"] = "basic"
     shortcut_decay: float | int = 0.7
     shortcut_schedule: Literal["linear", "cosine", "constant"] = "linear"
     stem: Literal["imagenet", "small"] = "imagenet"
 
+    def __post_init__(self, **kwargs):
+        check_num_labels(kwargs)
+        super().__post_init__(**kwargs)
+
     @classmethod
     def from_num_blocks(cls, num_blocks: int, **overrides) -> "DecayedResNetConfig":
-        """ResNet-18 has 8 blocks, two a stage; deeper networks repeat those of the third stage, as the paper's do."""
+        """ResNet-18 has 8 blocks, two per stage; deeper networks have more in the third stage, as in the paper."""
         if num_blocks < 7:
             raise ValueError(
-                f"`num_blocks` must be at least 7, so that the third stage keeps a block, got {num_blocks}."
+                f"`num_blocks` must be at least 7, so that the third stage has a block, got {num_blocks}."
             )
         return cls(**{"depths": [2, 2, num_blocks - 6, 2], **overrides})
 
@@ -64,32 +96,53 @@ class DecayedResNetConfig(ResNetConfig):
     def from_dict(cls, config_dict: dict, **kwargs):
         source_type = config_dict.get("model_type", cls.model_type)
         if source_type == ResNetConfig.model_type:
-            # A ResNet config leaves our fields, and what differs in their defaults, open.
-            theirs = {name: getattr(ResNetConfig(), name) for name in ("hidden_sizes", "depths", "layer_type")}
-            config_dict = {**theirs, "shortcut_decay": 1.0, **config_dict, "model_type": cls.model_type}
+            # A ResNet config does not have our fields, and omits fields whose defaults differ from ours.
+            defaults = {name: getattr(ResNetConfig(), name) for name in ("hidden_sizes", "depths", "layer_type")}
+            config_dict = {**defaults, "shortcut_decay": 1.0, **config_dict, "model_type": cls.model_type}
         elif source_type != cls.model_type:
             raise ValueError(
                 f"`model_type` must be '{cls.model_type}' or '{ResNetConfig.model_type}', got '{source_type}': "
                 f"such a checkpoint cannot become a {cls.__name__}."
             )
-        made = super().from_dict(config_dict, **kwargs)
-        (made[0] if isinstance(made, tuple) else made).validate()  # keyword arguments are set after construction
-        return made
+        result = super().from_dict(config_dict, **kwargs)
+        config = result[0] if kwargs.get("return_unused_kwargs") else result
+        config.validate()  # `from_dict` sets keyword arguments after construction
+        return result
 
     def shortcut_alphas(self) -> list[float]:
-        """Weight of the shortcut of every block, over all stages; those that project are weighted like the others."""
+        """Weight of the shortcut of every block, over all stages; projecting shortcuts are decayed like the others."""
         last = max(1, sum(self.depths) - 1)
         depths = [block / last for block in range(sum(self.depths))]
         return shortcut_factors(depths, float(self.shortcut_decay), self.shortcut_schedule)
 
-    def validate_shortcuts(self):
-        if not 0.0 <= self.shortcut_decay <= 1.0:
-            raise ValueError(f"`shortcut_decay` must lie in [0, 1], got {self.shortcut_decay}.")
-        if len(self.depths) != len(self.hidden_sizes) or min(self.depths) < 1:
+    # Copied from hf_decayed.models.configuration_decayed_vit_mae.DecayedViTMAEConfig.validate_field_names
+    def validate_field_names(self):
+        known = {field.name for field in dataclasses.fields(self)}
+        ours = known - {field.name for field in dataclasses.fields(PreTrainedConfig)}
+        for name in sorted(set(vars(self)) - known - {"stage_names"}):
+            cutoff = 0.0 if name.startswith("shortcut") else 0.8
+            nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ours, 1, cutoff)), None)
+            if nearest:
+                raise ValueError(f"Unknown field `{name}` (value {getattr(self, name)!r}); did you mean `{nearest}`?")
+
+    def validate_sizes(self):
+        for name in ("num_channels", "embedding_size", "hidden_sizes", "depths"):
+            value = getattr(self, name)
+            if min([value] if isinstance(value, int) else value, default=1) < 1:
+                raise ValueError(f"`{name}` must be positive, got {value}.")
+        if len(self.depths) != len(self.hidden_sizes) or len(self.depths) == 0:
             raise ValueError(
                 f"`depths` needs at least one block for each of `hidden_sizes`, got {list(self.depths)} and "
                 f"{list(self.hidden_sizes)}."
             )
+        if max(self.depths) > MAX_BLOCKS:
+            raise ValueError(f"`depths` must be at most {MAX_BLOCKS} blocks per stage, got {list(self.depths)}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation of transformers, got {self.hidden_act!r}.")
+
+    def validate_shortcuts(self):
+        if not 0.0 <= self.shortcut_decay <= 1.0:
+            raise ValueError(f"`shortcut_decay` must lie in [0, 1], got {self.shortcut_decay}.")
 
 
 DecayedResNetConfig.register_for_auto_class()

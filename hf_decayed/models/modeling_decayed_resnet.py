@@ -6,6 +6,7 @@ transformers' network, and it loads that network's weights.
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.resnet.modeling_resnet import (
     ResNetBasicLayer,
     ResNetBottleNeckLayer,
@@ -21,6 +22,9 @@ from transformers.models.resnet.modeling_resnet import (
 from .configuration_decayed_resnet import DecayedResNetConfig
 
 
+__all__ = ["DecayedResNetForImageClassification", "DecayedResNetModel"]
+
+
 class DecayedResNetEmbeddings(ResNetEmbeddings):
     def __init__(self, config: DecayedResNetConfig):
         super().__init__(config)
@@ -29,32 +33,40 @@ class DecayedResNetEmbeddings(ResNetEmbeddings):
             self.pooler = nn.Identity()
 
 
-def decayed_block(block: nn.Module, hidden_state: torch.Tensor) -> torch.Tensor:
-    """A block of any kind: branch and weighted shortcut added in one pass over memory, then the activation."""
-    shortcut = block.shortcut(hidden_state)
-    return block.activation(torch.add(block.layer(hidden_state), shortcut, alpha=block.alpha))
-
-
 class DecayedResNetBasicLayer(ResNetBasicLayer):
-    forward = decayed_block
+    alpha: float  # set by the stage
+
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        shortcut = self.shortcut(hidden_state)
+        hidden_state = torch.add(self.layer(hidden_state), shortcut, alpha=self.alpha)
+        return self.activation(hidden_state)
 
 
 class DecayedResNetBottleNeckLayer(ResNetBottleNeckLayer):
-    forward = decayed_block
+    alpha: float
+
+    # Copied from hf_decayed.models.modeling_decayed_resnet.DecayedResNetBasicLayer.forward
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        shortcut = self.shortcut(hidden_state)
+        hidden_state = torch.add(self.layer(hidden_state), shortcut, alpha=self.alpha)
+        return self.activation(hidden_state)
 
 
 class DecayedResNetStage(ResNetStage):
-    def __init__(self, config: DecayedResNetConfig, in_channels: int, out_channels: int, stride: int, alphas):
+    def __init__(
+        self, config: DecayedResNetConfig, in_channels: int, out_channels: int, stride: int, alphas: list[float]
+    ):
         nn.Module.__init__(self)
-        make, more = DecayedResNetBasicLayer, {}
+        layer_class, arguments = DecayedResNetBasicLayer, {}
         if config.layer_type == "bottleneck":
-            make, more = DecayedResNetBottleNeckLayer, {"downsample_in_bottleneck": config.downsample_in_bottleneck}
-        blocks = []
+            layer_class = DecayedResNetBottleNeckLayer
+            arguments = {"downsample_in_bottleneck": config.downsample_in_bottleneck}
+        layers = []
         for alpha in alphas:
-            blocks.append(make(in_channels, out_channels, stride, config.hidden_act, **more))
-            blocks[-1].alpha = alpha
+            layers.append(layer_class(in_channels, out_channels, stride, config.hidden_act, **arguments))
+            layers[-1].alpha = alpha
             in_channels, stride = out_channels, 1
-        self.layers = nn.Sequential(*blocks)
+        self.layers = nn.Sequential(*layers)
 
 
 class DecayedResNetEncoder(ResNetEncoder):
@@ -73,19 +85,23 @@ class DecayedResNetPreTrainedModel(ResNetPreTrainedModel):
     config: DecayedResNetConfig
     config_class = DecayedResNetConfig
 
+    def __init__(self, config: DecayedResNetConfig):
+        if config.model_type != DecayedResNetConfig.model_type:
+            raise ValueError(f"`config` must be a DecayedResNetConfig, got {type(config).__name__}.")
+        config.validate()  # fields may have changed since the config was constructed
+        # Not super(): transformers' classes further along would build stages without decay.
+        PreTrainedModel.__init__(self, config)
+
     def save_pretrained(self, save_directory, *args, **kwargs):
-        self.config.auto_map = dict(AUTO_MAP)  # every Auto class finds its code, whichever of ours was saved
+        self.config.auto_map = dict(AUTO_MAP)  # for every Auto class, whichever class was saved
         return super().save_pretrained(save_directory, *args, **kwargs)
-
-
-# The constructors of transformers' classes would build plain stages first, so ours call the one they all share.
 
 
 class DecayedResNetModel(DecayedResNetPreTrainedModel, ResNetModel):
     _keys_to_ignore_on_load_unexpected = [r"^classifier\."]
 
     def __init__(self, config: DecayedResNetConfig):
-        ResNetPreTrainedModel.__init__(self, config)
+        super().__init__(config)
         self.embedder = DecayedResNetEmbeddings(config)
         self.encoder = DecayedResNetEncoder(config)
         self.pooler = nn.AdaptiveAvgPool2d((1, 1))
@@ -94,7 +110,7 @@ class DecayedResNetModel(DecayedResNetPreTrainedModel, ResNetModel):
 
 class DecayedResNetForImageClassification(DecayedResNetPreTrainedModel, ResNetForImageClassification):
     def __init__(self, config: DecayedResNetConfig):
-        ResNetPreTrainedModel.__init__(self, config)
+        super().__init__(config)
         self.num_labels = config.num_labels
         self.resnet = DecayedResNetModel(config)
         self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(config.hidden_sizes[-1], config.num_labels))
