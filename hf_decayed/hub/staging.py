@@ -1,0 +1,208 @@
+"""Copies what a model repository holds from the folder of a run, and refuses what it must not hold."""
+
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pickletools
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import UserError
+from ..kinds import list_kinds, read_json, read_text
+from .cards import PLACEHOLDER
+
+
+# What runs leave beside the model; it is not published.
+LOCAL_ONLY = {
+    "arguments.json",
+    "checkpoints",
+    "evaluated",
+    "identity.json",
+    "reconstructions",
+    "runs",
+    "samples",
+    "trackers",
+}
+EVENT_FILES = "events.out.tfevents.*"  # of TensorBoard: a folder with such files is a tracker's, whatever its name
+PUBLISHED = {".safetensors", ".json", ".jsonl", ".py", ".md", ".png", ".txt", ".yaml"}
+PUBLISHED_NAMES = {"LICENSE", "NOTICE"}
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy"}
+# How pickles of protocol 2 and later begin, the archives that torch.save writes, and arrays, which may hold pickles.
+PICKLED = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04|\x93NUMPY")
+KEY_FILES = re.compile(
+    r"^(\.env.*|\.netrc|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|key|p12|pfx)|.*(token|secret|credential).*)$",
+    re.IGNORECASE,
+)
+TOKENIZER_FILES = re.compile(r"^(tokenizer.*|special_tokens_map|added_tokens)\.json$")  # no secrets
+
+
+class PublishingError(UserError):
+    """What prevents publishing, in one sentence."""
+
+
+def stage(source: Path, staged: Path) -> None:
+    """Copies the files of a repository; refuses by name what may not be published."""
+    if not (source / "config.json").exists() and not (source / "model_index.json").exists():
+        raise PublishingError(f"'{source}' holds neither a model (config.json) nor a pipeline (model_index.json).")
+    files = list(list_files(source))  # all of them, so that links and pipes are refused before any file is opened
+    for path in files:
+        name = path.relative_to(source)
+        if any(is_key_file(part) for part in name.parts):
+            raise PublishingError(f"'{name}' looks like a file of keys or tokens: move it out of '{source}'.")
+        if path.suffix.lower() in PICKLES or is_pickle(path):
+            raise PublishingError(
+                f"'{name}' is a pickle, or may be one, and runs code when it is loaded: save weights as safetensors, and "
+                f"move it out of '{source}'."
+            )
+        if path.suffix.lower() not in PUBLISHED and path.name not in PUBLISHED_NAMES:
+            raise PublishingError(f"A model repository holds no files like '{name}': move it out of '{source}'.")
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, staged / name, follow_symlinks=False)
+    # Diffusers records the path that a component was loaded from.
+    for config in [*staged.rglob("*config.json"), *staged.glob("model_index.json")]:
+        content = read_json(config)
+        if content.pop("_name_or_path", None) is not None:
+            config.write_text(json.dumps(content, indent=2) + "\n")
+    if not list(staged.rglob("*.safetensors")):
+        raise PublishingError(f"'{source}' holds no weights (.safetensors).")
+    for module in code_modules(staged):
+        if not list(staged.rglob(f"{module}.py")):  # a component's code lies in the component's folder
+            raise PublishingError(f"'{module}.py', which the config names, is missing: save the model again.")
+    # The first line of a model's card loads the processor.
+    if not (staged / "model_index.json").exists() and not (staged / "preprocessor_config.json").exists():
+        raise PublishingError("There is no image processor (preprocessor_config.json): save one beside the model.")
+    if not (staged / "LICENSE").exists():  # of the code; the card gives that of the weights
+        (staged / "LICENSE").write_text(package_licence())
+    if not (staged / "README.md").exists():
+        raise PublishingError(f"'{source}' has no card (README.md): write one with `hf-decayed card`.")
+
+
+def list_files(source: Path) -> Iterator[Path]:
+    """Files that would be published; links, pipes, devices and sockets are refused. Opens nothing."""
+    local = LOCAL_ONLY | {path.name for path in source.iterdir() if is_tracker(path)}
+    for folder, subfolders, names in os.walk(source):
+        relative = Path(folder).relative_to(source)
+        subfolders[:] = sorted(name for name in subfolders if not is_local(relative / name, local))
+        for name in [*subfolders, *sorted(names)]:
+            path = Path(folder, name)
+            if is_local(relative / name, local):
+                continue
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode):
+                raise PublishingError(
+                    f"'{relative / name}' is a symbolic link: put the file itself there, or remove it."
+                )
+            if stat.S_ISREG(mode):
+                yield path
+            elif not stat.S_ISDIR(mode):
+                raise PublishingError(f"'{relative / name}' is a pipe, device or socket, and no file: remove it.")
+
+
+def is_local(name: Path, local: set[str]) -> bool:
+    """Whether a file or folder stays on this machine: what runs leave, caches, hidden files other than those of keys."""
+    if name.parts[0] in local or "__pycache__" in name.parts:
+        return True
+    return any(part.startswith(".") for part in name.parts) and not any(is_key_file(part) for part in name.parts)
+
+
+def is_tracker(path: Path) -> bool:
+    """Whether a folder holds files of TensorBoard, as those do that older versions named after the script."""
+    return path.is_dir() and not path.is_symlink() and any(path.rglob(EVENT_FILES))
+
+
+def is_key_file(name: str) -> bool:
+    return bool(KEY_FILES.match(name)) and not TOKENIZER_FILES.match(name)
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file is a pickle under any name; one of protocol 0 or 1 has no header, so its instructions are read."""
+    with path.open("rb") as file:
+        beginning = file.read(1 << 20)
+    if PICKLED.match(beginning):
+        return True
+    imports = False
+    try:
+        for opcode, argument, _ in pickletools.genops(beginning):
+            if opcode.name in ("GLOBAL", "INST"):
+                # Of ordinary text that can be read as a pickle, hardly any names a module and a class.
+                imports = imports or bool(re.fullmatch(r"[A-Za-z_][\w.]* [A-Za-z_][\w.]*", argument))
+            if imports and opcode.name in ("INST", "REDUCE", "OBJ", "NEWOBJ", "BUILD", "STOP"):
+                return True
+    except Exception:  # text is no pickle, and breaks off in many ways
+        return False
+    return False
+
+
+def code_modules(staged: Path) -> set[str]:
+    """Code files that the configs of a repository name."""
+    modules = set()
+    for config in sorted([*staged.rglob("*config.json"), *staged.glob("model_index.json")]):
+        name = config.relative_to(staged).as_posix()
+        content = read_json(config)
+        entries = content.get("auto_map") or {}
+        if not isinstance(entries, dict) or not all(isinstance(v, (str, type(None))) for v in entries.values()):
+            raise PublishingError(f"`auto_map` in '{name}' must name code by class, got {entries!r}.")
+        if foreign := [value for value in entries.values() if value and "--" in value]:
+            raise PublishingError(f"'{name}' takes code from another repository, {foreign[0]}: save the model again.")
+        class_name = content.get("_class_name")
+        if name in ("config.json", "model_index.json"):
+            modules |= {value.rpartition(".")[0] for value in entries.values() if value}
+            if isinstance(class_name, list) and class_name and isinstance(class_name[0], str):
+                modules.add(class_name[0])
+    if not modules:
+        raise PublishingError(
+            "The config names no code, so nobody could load the model without this package: save it with "
+            "`save_pretrained` of hf_decayed."
+        )
+    return modules
+
+
+def list_foreign_code(staged: Path) -> list[str]:
+    """Code files that are not this package's own, with what is different."""
+    own_files = package_code()
+    foreign = []
+    for path in sorted(path for path in staged.rglob("*") if path.suffix.lower() == ".py"):
+        name, lines = path.relative_to(staged).as_posix(), read_text(path).splitlines()
+        if path.name not in own_files:
+            foreign.append(f"'{name}' is not a file of this package ({len(lines)} lines)")
+            continue
+        expected = read_text(own_files[path.name]).splitlines()
+        blocks = difflib.SequenceMatcher(None, expected, lines, autojunk=False).get_opcodes()
+        changes = [(start, max(b - a, end - start)) for tag, a, b, start, end in blocks if tag != "equal"]
+        if changes:
+            count = sum(number for _, number in changes)
+            foreign.append(f"'{name}' differs from this package's in {count} lines, first in line {changes[0][0] + 1}")
+    return foreign
+
+
+def package_code() -> dict[str, Path]:
+    """The code files that are published with the weights, by name."""
+    modules = {module for kind in list_kinds().values() for module in kind.modules.values()}
+    folders = {Path(importlib.util.find_spec(module).origin).parent for module in modules}
+    return {path.name: path for folder in sorted(folders) for path in folder.glob("*.py")}
+
+
+def package_licence() -> str:
+    """The licence of a clone, or of an installed package, whose metadata hold it."""
+    clone = Path(__file__).parents[2]
+    if (clone / "pyproject.toml").exists():
+        return (clone / "LICENSE").read_text()
+    return importlib.metadata.distribution("hf_decayed").read_text("licenses/LICENSE")
+
+
+def set_repo_id(card: Path, source: Path, repo_id: str) -> None:
+    """Makes the card's lines that load the model from a placeholder, or from its local folder, load it from the Hub."""
+    text = read_text(card)
+    for name in (PLACEHOLDER, str(source), "/".join(source.absolute().parts[-2:])):
+        text = text.replace(f'from_pretrained("{name}"', f'from_pretrained("{repo_id}"')
+    names = re.findall(r'from_pretrained\("([^"]+)"', text)
+    if names and repo_id not in names:
+        raise PublishingError(
+            f"The card shows how to load '{names[0]}', not '{repo_id}': write it again with `hf-decayed card --repo_id`."
+        )
+    card.write_text(text)
