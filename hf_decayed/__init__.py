@@ -5,73 +5,55 @@
 >>> model = AutoModel.from_pretrained("path/or/repository")
 """
 
-import importlib
+import ast as _ast
+import importlib as _importlib
+from pathlib import Path as _Path
 
-from transformers import (
-    AutoBackbone,
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageClassification,
-    AutoModelForPreTraining,
-)
+import transformers as _transformers
 
-from .models.configuration_decayed_resnet import DecayedResNetConfig
-from .models.configuration_decayed_vit_mae import DecayedViTMAEConfig
-from .models.modeling_decayed_resnet import DecayedResNetForImageClassification, DecayedResNetModel
-from .models.modeling_decayed_vit_mae import (
-    DecayedViTMAEBackbone,
-    DecayedViTMAEForImageClassification,
-    DecayedViTMAEForPreTraining,
-    DecayedViTMAEModel,
-)
-from .models.shortcut_decay import effective_decay, suggest_shortcut_decay
+from . import _deprecated
 
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DecayedResNetConfig",
-    "DecayedResNetForImageClassification",
-    "DecayedResNetModel",
-    "DecayedSiTPipeline",
-    "DecayedSiTTransformer2DModel",
-    "DecayedUViT2DModel",
-    "DecayedUViTPipeline",
-    "DecayedViTMAEBackbone",
-    "DecayedViTMAEConfig",
-    "DecayedViTMAEForImageClassification",
-    "DecayedViTMAEForPreTraining",
-    "DecayedViTMAEModel",
-    "SiTSDEScheduler",
-    "effective_decay",
-    "suggest_shortcut_decay",
-]
 
-AutoConfig.register(DecayedViTMAEConfig.model_type, DecayedViTMAEConfig, exist_ok=True)
-AutoModel.register(DecayedViTMAEConfig, DecayedViTMAEModel, exist_ok=True)
-AutoModelForPreTraining.register(DecayedViTMAEConfig, DecayedViTMAEForPreTraining, exist_ok=True)
-AutoModelForImageClassification.register(DecayedViTMAEConfig, DecayedViTMAEForImageClassification, exist_ok=True)
-AutoBackbone.register(DecayedViTMAEConfig, DecayedViTMAEBackbone, exist_ok=True)
+def _read_constants(path: _Path) -> dict[str, object]:
+    """`__all__` and `AUTO_MAP` of a module, without importing it: those of diffusers are imported on demand."""
+    constants = {}
+    for node in _ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, _ast.Assign) and isinstance(node.targets[0], _ast.Name):
+            if node.targets[0].id in ("__all__", "AUTO_MAP"):
+                constants[node.targets[0].id] = _ast.literal_eval(node.value)
+    return constants
 
-AutoConfig.register(DecayedResNetConfig.model_type, DecayedResNetConfig, exist_ok=True)
-AutoModel.register(DecayedResNetConfig, DecayedResNetModel, exist_ok=True)
-AutoModelForImageClassification.register(DecayedResNetConfig, DecayedResNetForImageClassification, exist_ok=True)
 
-# Of diffusers, and imported with it only when they are asked for.
-DIFFUSION = {
-    "DecayedUViT2DModel": ".models.unet_decayed_uvit",
-    "DecayedSiTTransformer2DModel": ".models.transformer_decayed_sit",
-    "DecayedUViTPipeline": ".pipelines.pipeline_decayed_uvit",
-    "DecayedSiTPipeline": ".pipelines.pipeline_decayed_sit",
-    "SiTSDEScheduler": ".pipelines.scheduling_sit_sde",
-}
+def _register(auto_map: dict[str, str]) -> None:
+    """Makes transformers' Auto classes know a family of models; `auto_map` is what its folders say of their code."""
+    for auto_class, reference in auto_map.items():
+        module, _, name = reference.rpartition(".")
+        model_class = getattr(_importlib.import_module(f".models.{module}", __name__), name)
+        if auto_class == "AutoConfig":
+            _transformers.AutoConfig.register(model_class.model_type, model_class, exist_ok=True)
+        else:
+            getattr(_transformers, auto_class).register(model_class.config_class, model_class, exist_ok=True)
+
+
+_deprecated.install()
+# Public name -> module, from the `__all__` of the modules; the file of the two functions is published, and has none.
+_modules = dict.fromkeys(["effective_decay", "suggest_shortcut_decay"], ".models.shortcut_decay")
+for _path in sorted([*_Path(__file__).parent.glob("models/*.py"), *_Path(__file__).parent.glob("pipelines/*.py")]):
+    _constants = _read_constants(_path)
+    _modules |= dict.fromkeys(_constants.get("__all__", []), f".{_path.parent.name}.{_path.stem}")
+    _register(_constants.get("AUTO_MAP", {}))
+
+__all__ = sorted(_modules)
 
 
 def __getattr__(name: str):
-    if name in DIFFUSION:
-        return getattr(importlib.import_module(DIFFUSION[name], __name__), name)
+    if name in _modules:
+        return getattr(_importlib.import_module(_modules[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted({*globals(), *DIFFUSION})
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from ..command_line import check_fields
 from ..errors import format_error
 from .cards import read_licence
-from .formats import ConversionError, Format, list_formats
+from .formats import ConversionError, Format, format_fields, list_formats
 from .formats.vit_mae import to_vit_mae, weight_files
 
 
@@ -42,7 +42,7 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
         raise ConversionError(f"The output '{output}' exists already; name a new folder.")
     source = formats[kind]
     try:
-        check_fields(fields, source.fields())
+        check_fields(fields, format_fields(kind))
         model, notes = source.read(checkpoint, fields)
     except ConversionError:
         raise

@@ -10,7 +10,7 @@ import pkgutil
 from ._format import ConversionError, Format, load_weights, read_weights
 
 
-__all__ = ["ConversionError", "Format", "list_formats", "load_weights", "read_weights"]
+__all__ = ["ConversionError", "Format", "format_fields", "list_formats", "load_weights", "read_weights"]
 
 
 def list_formats() -> dict[str, Format]:
@@ -18,3 +18,8 @@ def list_formats() -> dict[str, Format]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return {entry.name: entry for module in modules for entry in module.FORMATS}
+
+
+def format_fields(name: str) -> set[str]:
+    """Config fields that can be set when a checkpoint of this format is converted."""
+    return list_formats()[name].fields()
