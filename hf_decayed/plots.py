@@ -1,28 +1,41 @@
-"""Pictures: of a run reconstructions, samples, and curves over steps; of the method its schedules."""
+"""Plots and picture grids: reconstructions, samples, curves over training, heat maps, decay schedules."""
 
 import math
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import pyplot  # noqa: E402
 from PIL import Image
 
+from .errors import UserError
 from .models.shortcut_decay import branch_depths, effective_decay, shortcut_factors, suggest_shortcut_decay
+
+
+def require_matplotlib():
+    """`pyplot`, drawing to files. Only the extra `training` has it, so it is imported when something is drawn."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("Plots need matplotlib: pip install 'hf_decayed[training]'.") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def reconstructions(model, pixel_values: torch.Tensor, noise: torch.Tensor, mean: list[float], std: list[float]):
     """Original, masked and reconstructed images in [0, 1], `(number, height, width, channels)` each."""
     reconstructed, removed = model.reconstruct(pixel_values, noise=noise)
-    centre, width = (torch.tensor(values, device=pixel_values.device).view(1, -1, 1, 1) for values in (mean, std))
-    grey = ((0.5 - centre) / width).expand_as(pixel_values)
+    mean_value, scale = (torch.tensor(values, device=pixel_values.device).view(1, -1, 1, 1) for values in (mean, std))
+    grey = ((0.5 - mean_value) / scale).expand_as(pixel_values)
     images = (pixel_values, torch.where(removed, grey, pixel_values), reconstructed)
-    images = [(each * width + centre).clamp(0, 1) for each in images]
-    return [each.permute(0, 2, 3, 1).float().cpu().numpy() for each in images]
+    images = [(image * scale + mean_value).clamp(0, 1) for image in images]
+    return [image.permute(0, 2, 3, 1).float().cpu().numpy() for image in images]
 
 
 def save_reconstructions(path: Path, original, masked, reconstructed, normalised: bool) -> None:
     """One column per image: original, what the encoder saw, reconstruction."""
+    pyplot = require_matplotlib()
     figure, axes = pyplot.subplots(3, len(original), figsize=(1.1 * len(original), 3.9), squeeze=False)
     for row, images in zip(axes, (original, masked, reconstructed)):
         for axis, image in zip(row, images):
@@ -38,22 +51,23 @@ def save_reconstructions(path: Path, original, masked, reconstructed, normalised
 
 
 def save_grid(path: Path, images) -> None:
-    """Images `(number, height, width, channels)` in [0, 1] side by side, in rows of about as many."""
+    """Images `(number, height, width, channels)` in [0, 1] as a grid that is about square."""
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     number, height, width, channels = images.shape
     grid = np.ones((rows * (height + 2), columns * (width + 2), channels), dtype=np.float32)
-    for place, image in enumerate(images):
-        top, left = place // columns * (height + 2) + 1, place % columns * (width + 2) + 1
+    for index, image in enumerate(images):
+        top, left = index // columns * (height + 2) + 1, index % columns * (width + 2) + 1
         grid[top : top + height, left : left + width] = image
     pixels = Image.fromarray((255 * grid.clip(0, 1)).round().astype(np.uint8).squeeze())
-    enlarged = max(1, 640 // pixels.width)  # small images are looked at enlarged, pixel by pixel
+    enlarged = max(1, 640 // pixels.width)  # small images are enlarged without smoothing
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels.resize((pixels.width * enlarged, pixels.height * enlarged), Image.Resampling.NEAREST).save(path)
 
 
 def save_curves(path: Path, records: list[dict]) -> None:
-    """Loss, rank, norm, accuracy and the use of skips over steps; what was not measured is left out."""
+    """Loss, rank, norm, accuracy and skip ablation over training; metrics that were not measured are left out."""
+    pyplot = require_matplotlib()
     names = {
         "loss": "training loss",
         "encoder_norm": "encoder output norm",
@@ -61,10 +75,12 @@ def save_curves(path: Path, records: list[dict]) -> None:
         "knn_accuracy": "kNN accuracy",
         "accuracy": "accuracy on held-out images",
     }
-    names |= {name: name.replace("_", " ", 1) for each in records for name in each if name.startswith("frechet_")}
-    series = {name: [(each["step"], each[name]) for each in records if each.get(name) is not None] for name in names}
+    names |= {name: name.replace("_", " ", 1) for record in records for name in record if name.startswith("frechet_")}
+    series = {
+        name: [(record["step"], record[name]) for record in records if record.get(name) is not None] for name in names
+    }
     shown = [name for name in names if series[name]]
-    skips = dict.fromkeys(name for each in records for name in each if name.startswith("skip_use_"))
+    skips = dict.fromkeys(name for record in records for name in record if name.startswith("skip_use_"))
     panels = len(shown) + bool(skips)
     figure, axes = pyplot.subplots(1, panels, figsize=(3.4 * panels, 2.7), squeeze=False)
     for axis, name in zip(axes[0], shown):
@@ -72,13 +88,13 @@ def save_curves(path: Path, records: list[dict]) -> None:
         axis.plot(steps, values, marker="o" if len(steps) < 20 else None, markersize=3, linewidth=1.2)
         axis.set(title=names[name], xlabel="step")
     for number, name in enumerate(skips):
-        points = [(each["step"], each[name]) for each in records if name in each]
+        points = [(record["step"], record[name]) for record in records if name in record]
         shade = pyplot.get_cmap("viridis")(number / max(1, len(skips) - 1))
         axes[0][-1].plot(
             *zip(*points), marker="o", markersize=3, linewidth=1.2, color=shade, label=name.split("_")[-1]
         )
     if skips:
-        axes[0][-1].set(title="rise of the loss without a skip", xlabel="step")
+        axes[0][-1].set(title="increase of the loss without a skip", xlabel="step")
         axes[0][-1].legend(title="from layer", fontsize=6, title_fontsize=6)
     for axis in axes[0]:
         axis.grid(alpha=0.3)
@@ -90,7 +106,8 @@ def save_curves(path: Path, records: list[dict]) -> None:
 def save_heat_maps(
     path: Path, blocks: list[str], noise_levels: list[float], cells: dict[str, list], label: str = "noise level"
 ) -> None:
-    """A map of blocks by noise levels for each measure, with its numbers; the best accuracy is framed."""
+    """One heat map of blocks by noise levels for each metric; the best accuracy has a frame."""
+    pyplot = require_matplotlib()
     size = (max(4.5, 1.6 + 0.62 * len(noise_levels)), 1.2 + 0.3 * len(blocks))
     figure, axes = pyplot.subplots(1, len(cells), figsize=(size[0] * len(cells), size[1]), squeeze=False)
     for axis, (name, rows) in zip(axes[0], cells.items()):
@@ -108,16 +125,17 @@ def save_heat_maps(
 
 
 def draw_heat_map(axis, values: np.ndarray, columns: list[float], low: float, high: float) -> None:
-    """In a scale from low to high, with the numbers; what is not a number stays white."""
+    """A heat map with its numbers, on a scale from low to high; NaN stays white."""
     axis.imshow(values, aspect="auto", vmin=low, vmax=high)
     for row, column in zip(*np.nonzero(~np.isnan(values))):
         colour = "white" if values[row, column] < (low + high) / 2 else "black"
         axis.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", fontsize=7, color=colour)
-    axis.set_xticks(range(len(columns)), [f"{each:g}" for each in columns])
+    axis.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
 
 
 def save_schedules(path: Path) -> None:
-    """Weights of the shortcuts by branch, and what is left of the embeddings at the end, by decay and depth."""
+    """Weight of the shortcut at each branch, and the effective decay against `shortcut_decay` for several depths."""
+    pyplot = require_matplotlib()
     figure, (weights, product) = pyplot.subplots(1, 2, figsize=(9, 3.2))
     depths = branch_depths(12)
     for schedule in ("linear", "cosine", "constant"):

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import warnings
 import zlib
 
 import numpy as np
@@ -14,7 +13,8 @@ from PIL import Image
 from ..errors import DataError
 from .decoding import decode_image
 from .keyed_random import sample_generator
-from .transforms import Augmentation, center_crop
+from .sources import rows_fingerprint
+from .transforms import Augmentation
 
 
 class TrainingImages(torch.utils.data.Dataset):
@@ -45,6 +45,11 @@ class TrainingImages(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.dataset) if self.memory is None else len(self.memory)
 
+    @property
+    def uses_workers(self) -> bool:
+        """Whether data loader workers help: images in memory are faster without."""
+        return self.memory is None
+
     def decode(self, index: int) -> np.ndarray | None:
         record = self.dataset[index][self.image_column]
         return decode_image(record, self.augmentation.num_channels, index, self.on_bad_image)
@@ -69,9 +74,9 @@ class TrainingImages(torch.utils.data.Dataset):
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
     def fingerprint(self) -> str:
-        """Of the pixels when in memory, else of the table."""
+        """Of all pixels when they are in memory, else of the number of images and some of their files."""
         if self.memory is None:
-            return self.dataset._fingerprint
+            return rows_fingerprint(self.dataset, self.image_column)
         return hashlib.sha256(self.memory.numpy().tobytes()).hexdigest()[:16]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
@@ -79,36 +84,38 @@ class TrainingImages(torch.utils.data.Dataset):
         if self.memory is not None:
             return self.with_labels(self.augmentation.batch(self.memory[indices], keys), indices)
         images, bad_images = [], torch.zeros(len(indices), dtype=torch.long)
-        for place, index in enumerate(indices):
-            while (pixels := self.decode(index)) is None:  # a bad image gives way to its neighbour
-                bad_images[place] += 1
+        for position, index in enumerate(indices):
+            while (pixels := self.decode(index)) is None:  # the next image replaces one that cannot be decoded
+                bad_images[position] += 1
                 index = (index + 1) % len(self.dataset)
             images.append(pixels)
-            indices[place] = index
-        # With the batch, because workers count for themselves.
-        return {**self.with_labels(self.augmentation.each(images, keys), indices), "bad_images": bad_images}
+            indices[position] = index
+        # Part of the batch, because every worker has its own counter.
+        return {**self.with_labels(self.augmentation.images(images, keys), indices), "bad_images": bad_images}
 
     def with_labels(self, batch: dict[str, torch.Tensor], indices: list[int]) -> dict[str, torch.Tensor]:
         return batch if self.labels is None else {**batch, "labels": self.labels[indices]}
 
 
 class DiffusionImages(TrainingImages):
-    """Training images with what a diffusion step draws for them: `noise`, and `uniform` numbers for time and dropping."""
+    """Training images with the random numbers of a diffusion step: `noise`, and `uniform` for the time and class dropout."""
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         batch = super().__getitems__(keys)
         shape, seed = batch["pixel_values"].shape[1:], self.augmentation.seed
-        draws = [sample_generator(seed, epoch, index, stream=2) for epoch, index in keys]
-        batch["uniform"] = torch.from_numpy(np.stack([each.random(2, dtype=np.float32) for each in draws]))
-        noise = np.stack([each.standard_normal(shape, dtype=np.float32) for each in draws])
+        generators = [sample_generator(seed, epoch, index, stream=2) for epoch, index in keys]
+        batch["uniform"] = torch.from_numpy(
+            np.stack([generator.random(2, dtype=np.float32) for generator in generators])
+        )
+        noise = np.stack([generator.standard_normal(shape, dtype=np.float32) for generator in generators])
         return {**batch, "noise": torch.from_numpy(noise)}
 
 
 class StreamedImages(torch.utils.data.IterableDataset):
-    """Images from a stream, over and over, each epoch through a shuffle buffer in an order of its own.
+    """Images from a stream, epoch after epoch, each epoch shuffled by a buffer with its own seed.
 
-    The order is as random as the buffer is large, and depends on the number of workers. Draws are keyed by epoch and place
-    in the stream.
+    The order is as random as the buffer is large, and depends on the number of workers. Random numbers are keyed by epoch
+    and position in the stream.
     """
 
     def __init__(
@@ -121,22 +128,29 @@ class StreamedImages(torch.utils.data.IterableDataset):
     ):
         self.dataset = dataset.select_columns(image_column).cast_column(image_column, ImageFeature(decode=False))
         self.image_column, self.augmentation, self.buffer_size = image_column, augmentation, buffer_size
-        self.on_bad_image, self.bad_images, self.memory = on_bad_image, 0, None
+        self.on_bad_image, self.bad_images, self.uses_workers = on_bad_image, 0, True
+
+    @property
+    def num_shards(self) -> int:
+        """Workers beyond this number would have nothing to read."""
+        return self.dataset.num_shards
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         for epoch in itertools.count():
-            # A seed of its own, and not `set_epoch`: that number is shared by workers, who come to an epoch's end apart.
+            # Not `set_epoch`: workers share that number and reach the end of an epoch at different times.
             seed = int(np.random.SeedSequence([self.augmentation.seed, epoch]).generate_state(1)[0])
             count, bad_images = -1, 0
             for count, row in enumerate(self.dataset.shuffle(seed=seed, buffer_size=self.buffer_size)):
-                place = count * workers + number
-                pixels = decode_image(row[self.image_column], self.augmentation.num_channels, place, self.on_bad_image)
+                position = count * workers + number
+                pixels = decode_image(
+                    row[self.image_column], self.augmentation.num_channels, position, self.on_bad_image
+                )
                 if pixels is None:
                     bad_images += 1
                     continue
-                sample = self.augmentation.each([pixels], [(epoch, place)])
+                sample = self.augmentation.images([pixels], [(epoch, position)])
                 yield {**{name: tensor[0] for name, tensor in sample.items()}, "bad_images": torch.tensor(bad_images)}
                 bad_images = 0
             if count < 0:
@@ -144,14 +158,14 @@ class StreamedImages(torch.utils.data.IterableDataset):
 
 
 def identity_collate(batch):
-    """Collates what `__getitems__` has put together already; a name, because workers may have to pickle it."""
+    """Returns the batch that `__getitems__` has collated; a named function, because workers may have to pickle it."""
     return batch
 
 
 class EpochBatchSampler(torch.utils.data.Sampler):
-    """Endless global batches of `(epoch, index)`, each epoch in an order of its own, from any step on.
+    """Global batches of `(epoch, index)` from any step on, each epoch in its own order.
 
-    With `parts` each comes in as many, one after the other: accumulating gradients changes nothing about the order.
+    With `parts`, a batch comes as so many micro-batches: accumulating gradients does not change the order.
     """
 
     def __init__(self, num_samples: int, batch_size: int, seed: int, first_step: int, last_step: int, parts: int = 1):
@@ -160,61 +174,31 @@ class EpochBatchSampler(torch.utils.data.Sampler):
         self.num_samples, self.seed = num_samples, seed
         self.first_step, self.last_step, self.parts = first_step, last_step, parts
         self.steps_per_epoch = num_samples // batch_size
-        self.batch_size = batch_size // parts  # of what comes: accelerate looks here
+        self.batch_size = batch_size // parts  # of a micro-batch: accelerate reads it
         self.drop_last = True
 
     def __len__(self) -> int:
         return (self.last_step - self.first_step) * self.parts
 
     def __iter__(self):
-        epoch_of_order, order = None, None
+        current_epoch, order = None, None
         for step in range(self.first_step, self.last_step):
             epoch, position = divmod(step, self.steps_per_epoch)
-            if epoch != epoch_of_order:
-                epoch_of_order, order = (
-                    epoch,
-                    np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.num_samples),
-                )
+            if epoch != current_epoch:
+                current_epoch = epoch
+                order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.num_samples)
             for part in range(self.parts):
                 start = (position * self.parts + part) * self.batch_size
                 yield [(epoch, int(index)) for index in order[start : start + self.batch_size]]
 
 
-def evaluation_images(
-    dataset: Dataset | IterableDataset,
-    image_column: str,
-    label_column: str | None,
-    image_size: tuple[int, int],
-    num_channels: int,
-    on_bad_image: str = "stop",
-    middle: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Images resized as bytes `(number, channels, height, width)`, whole, as the saved processor does it, or their
-    `middle`; and labels."""
-    columns = [image_column] + ([label_column] if label_column else [])
-    dataset = dataset.select_columns(columns).cast_column(image_column, ImageFeature(decode=False))
-    pixels, labels = [], []
-    for index, row in enumerate(dataset):
-        image = decode_image(row[image_column], num_channels, index, on_bad_image)
-        if image is None:
-            continue
-        if middle:
-            pixels.append(center_crop(image, image_size))
-        else:
-            resized = Image.fromarray(image.squeeze(2) if num_channels == 1 else image)
-            resized = resized.resize(tuple(image_size)[::-1], Image.Resampling.BICUBIC)
-            pixels.append(np.asarray(resized).reshape(*image_size, num_channels))
-        labels.append(row[label_column] if label_column else -1)
-    if not pixels:
-        raise DataError("There are no images to evaluate on.")
-    if len(pixels) <= index:
-        warnings.warn(f"Evaluating without {index + 1 - len(pixels)} images that cannot be decoded.", stacklevel=2)
-    images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
-    return images, torch.tensor(labels) if label_column else None
-
-
 class EvaluationDataset(torch.utils.data.Dataset):
-    """Images as a processor prepares them, with label, place and a checksum of the decoded pixels."""
+    """Whole images as a processor prepares them, with label, index and a checksum of the decoded pixels.
+
+    Args:
+        processor: Called as transformers' image processors are.
+        memory_limit (`int`, defaults to 0): Bytes of decoded images to keep, for a data set that is read many times.
+    """
 
     def __init__(
         self,
@@ -224,29 +208,43 @@ class EvaluationDataset(torch.utils.data.Dataset):
         processor,
         num_channels: int = 3,
         on_bad_image: str = "stop",
+        memory_limit: int = 0,
     ):
         columns = [image_column] + ([label_column] if label_column else [])
         self.dataset = dataset.select_columns(columns).cast_column(image_column, ImageFeature(decode=False))
         self.image_column, self.label_column = image_column, label_column
         self.processor, self.num_channels, self.on_bad_image = processor, num_channels, on_bad_image
+        self.free_memory, self.decoded = memory_limit, {}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, places: list[int]) -> dict[str, torch.Tensor]:
-        images, labels, kept, checksums = [], [], [], []
-        rows = self.dataset[places]  # at once: a table gives rows one by one far more slowly
-        row_labels = rows[self.label_column] if self.label_column else [-1] * len(places)
-        for place, record, label in zip(places, rows[self.image_column], row_labels):
-            pixels = decode_image(record, self.num_channels, place, self.on_bad_image)
-            if pixels is None:
-                continue
-            images.append(pixels if self.num_channels == 1 else Image.fromarray(pixels))
-            labels.append(label)
-            kept.append(place)
-            checksums.append(zlib.crc32(pixels.tobytes()))
-        batch = {"labels": torch.tensor(labels), "places": torch.tensor(kept), "checksums": torch.tensor(checksums)}
-        if images:
-            layout = {"input_data_format": "channels_last"} if self.num_channels == 1 else {}
+    def decode(self, indices: list[int]) -> dict[int, tuple[np.ndarray | None, int]]:
+        """Pixels and label by index; `None` for the pixels of an image that cannot be decoded and may be skipped."""
+        missing = [index for index in indices if index not in self.decoded]
+        decoded = {index: self.decoded[index] for index in indices if index in self.decoded}
+        rows = self.dataset[missing] if missing else {self.image_column: []}  # at once: row by row is far slower
+        labels = rows[self.label_column] if self.label_column and missing else [-1] * len(missing)
+        for index, record, label in zip(missing, rows[self.image_column], labels):
+            pixels = decode_image(record, self.num_channels, index, self.on_bad_image)
+            decoded[index] = pixels, label
+            if pixels is not None and pixels.nbytes <= self.free_memory:
+                self.decoded[index] = decoded[index]
+                self.free_memory -= pixels.nbytes
+        return decoded
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        decoded = self.decode(indices)
+        good = [index for index in indices if decoded[index][0] is not None]
+        pixels = [decoded[index][0] for index in good]
+        batch = {
+            "labels": torch.tensor([decoded[index][1] for index in good]),
+            "places": torch.tensor(good),
+            "checksums": torch.tensor([zlib.crc32(array.tobytes()) for array in pixels]),
+        }
+        if good:
+            grey = self.num_channels == 1
+            images = pixels if grey else [Image.fromarray(array) for array in pixels]
+            layout = {"input_data_format": "channels_last"} if grey else {}
             batch["pixel_values"] = self.processor(images, return_tensors="pt", **layout)["pixel_values"]
         return batch

@@ -1,5 +1,8 @@
-"""Where images come from: the Hub, a folder, parquet, arrow, WebDataset tars, or the bundled images."""
+"""Where images come from: the Hub, a folder, parquet, arrow, WebDataset tars, a stream, or the bundled images."""
 
+import hashlib
+import zlib
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,6 +15,70 @@ from ..errors import DataError
 
 
 BUNDLED = "fashion_mnist_subset"
+HELD_OUT_ONE_IN = 10
+HELD_OUT_RULE = f"images whose file has a CRC-32 divisible by {HELD_OUT_ONE_IN}"
+FINGERPRINT_ROWS = 256
+
+
+@dataclass(frozen=True)
+class ImageSplits:
+    """Training and held-out images of a data set.
+
+    Args:
+        name (`str`): Without a local path in it.
+        held_out_rule (`str`): Which images are held out, in words: a split of the data, or the rule for data without one.
+    """
+
+    name: str
+    train: Dataset | IterableDataset
+    held_out: Dataset | IterableDataset
+    held_out_rule: str
+    image_column: str
+    label_column: str | None
+
+    def take(self, max_train_samples: int | None = None, max_eval_samples: int | None = None) -> "ImageSplits":
+        """At most so many images of each split."""
+        return replace(
+            self,
+            train=take_subset(self.train, max_train_samples),
+            held_out=take_subset(self.held_out, max_eval_samples),
+        )
+
+    def class_names(self) -> list[str]:
+        """Names of the classes, or their numbers; labels outside of them are an error."""
+        if self.label_column is None:
+            raise DataError(
+                "A classifier needs labels, and there is no label column: name one with --label_column_name."
+            )
+        names = read_class_names(self.train, self.label_column)
+        for split, rows in (("training", self.train), ("held-out", self.held_out)):
+            if not 0 <= min(rows[self.label_column]) <= max(rows[self.label_column]) < len(names):
+                raise DataError(f"The {split} labels do not lie in [0, {len(names)}): is it the right split?")
+        return names
+
+    def fingerprint(self) -> str:
+        """The same for the same training images, wherever they are stored: of their number and up to 256 of their files."""
+        return rows_fingerprint(self.train, self.image_column)
+
+
+def load_image_splits(
+    dataset_name: str | None = None,
+    dataset_config: str | None = None,
+    dataset_path: str | None = None,
+    train_split: str = "train",
+    eval_split: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    streaming: bool = False,
+) -> ImageSplits:
+    """Training and held-out images; one in ten images is held out where the data has no split for evaluation."""
+    train, held_out, name = load_splits(dataset_name, dataset_config, dataset_path, train_split, eval_split, streaming)
+    image_column, label_column = find_columns(train, image_column, label_column)
+    rule = "the evaluation split"
+    if held_out is None:
+        held_out, train = split_validation(train, image_column)
+        rule = HELD_OUT_RULE
+    return ImageSplits(name, train, held_out, rule, image_column, label_column)
 
 
 def load_splits(
@@ -22,10 +89,10 @@ def load_splits(
     eval_split: str | None = None,
     streaming: bool = False,
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None, str]:
-    """Training images, held-out images if there are any, and a name for both without a local path in it.
+    """The training split, the evaluation split if there is one, and a name for both without a local path in it.
 
     With neither a name nor a path: the bundled Fashion-MNIST subset. A path may be a folder of images by class, a file or
-    folder of parquet, arrow or WebDataset tars, or what `save_to_disk` wrote.
+    folder of parquet, arrow or WebDataset tars, or a folder that `save_to_disk` wrote.
     """
     if dataset_name and dataset_path:
         raise DataError(f"Give a data set's name or a path, not both; got '{dataset_name}' and '{dataset_path}'.")
@@ -51,8 +118,8 @@ def load_splits(
         raise DataError(f"'{eval_split}' cannot be trained on and held out at once.")
     if eval_split is None:
         # Test splits last: those of benchmarks often come without their labels.
-        held_out = [split for split in ("validation", "val", "test") if split in splits and split != train_split]
-        eval_split = held_out[0] if held_out else None
+        candidates = [split for split in ("validation", "val", "test") if split in splits and split != train_split]
+        eval_split = candidates[0] if candidates else None
     elif eval_split not in splits:
         raise DataError(f"'{name}' has no split '{eval_split}'; it has {', '.join(splits)}.")
     for split in filter(None, (train_split, eval_split)):
@@ -81,13 +148,13 @@ def load_path(path: Path, streaming: bool) -> dict | Dataset:
 def find_columns(
     dataset: Dataset | IterableDataset, image_column: str | None = None, label_column: str | None = None
 ) -> tuple[str, str | None]:
-    """Names of the image column and, if there is one, of the label column; found by type when not given."""
+    """Names of the image column and, if there is one, of the label column; by type where no name is passed."""
     if dataset.features is None:
         dataset = dataset._resolve_features()
     features = dataset.features
-    for given in filter(None, (image_column, label_column)):
-        if given not in features:
-            raise DataError(f"There is no column '{given}'; the columns are {', '.join(features)}.")
+    for column in filter(None, (image_column, label_column)):
+        if column not in features:
+            raise DataError(f"There is no column '{column}'; the columns are {', '.join(features)}.")
     if image_column is None:
         images = [name for name, feature in features.items() if isinstance(feature, ImageFeature)]
         if len(images) != 1:
@@ -107,7 +174,7 @@ def find_columns(
 
 
 def take_subset(dataset: Dataset | IterableDataset, number: int | None):
-    """So many rows, at random but always the same, for they may come sorted by class; of a stream the first."""
+    """A random subset of so many rows, always the same one, because rows may be sorted by class; of a stream the first."""
     if isinstance(dataset, IterableDataset):
         return dataset if number is None else dataset.take(number)
     if number is None or number >= len(dataset):
@@ -115,12 +182,57 @@ def take_subset(dataset: Dataset | IterableDataset, number: int | None):
     return dataset.select(np.random.default_rng(0).permutation(len(dataset))[:number])
 
 
-def split_validation(train, number: int):
-    """Splits off images to evaluate on, where there is no split for it: a tenth at most; of a stream the first."""
-    if isinstance(train, IterableDataset):
-        return train.take(number), train.skip(number)
-    split = train.train_test_split(test_size=min(0.1, number / len(train)), seed=0)
-    return split["test"], split["train"]
+def split_validation(dataset: Dataset | IterableDataset, image_column: str) -> tuple:
+    """Held-out and training images of data without an evaluation split, by a checksum of each image file.
+
+    The rule depends on the image alone, not on the number or the order of rows, so every script, a stream and a subset hold
+    out the same images, and exact duplicates stay on one side.
+    """
+    encoded = dataset.cast_column(image_column, ImageFeature(decode=False))
+    if isinstance(dataset, IterableDataset):
+        return (
+            encoded.filter(lambda row: file_checksum(row[image_column]) % HELD_OUT_ONE_IN == 0),
+            encoded.filter(lambda row: file_checksum(row[image_column]) % HELD_OUT_ONE_IN != 0),
+        )
+    if len(dataset) < 2:
+        raise DataError("One image cannot be split into training and held-out images: name an evaluation split.")
+    # `map` keeps its result in the cache of `datasets`, so that a second run does not read the files again.
+    checksums = encoded.map(
+        lambda images: {"checksum": [file_checksum(image) for image in images]},
+        input_columns=image_column,
+        batched=True,
+        remove_columns=encoded.column_names,
+        desc="choosing held-out images",
+    )
+    checksums = np.asarray(checksums["checksum"][:], dtype=np.int64)
+    held_out = checksums % HELD_OUT_ONE_IN == 0
+    if held_out.all() or not held_out.any():  # a handful of images
+        held_out = checksums == checksums.min()
+    if held_out.all():
+        raise DataError("All images are the same file: there is nothing to hold out.")
+    return dataset.select(np.flatnonzero(held_out)), dataset.select(np.flatnonzero(~held_out))
+
+
+def file_checksum(record: dict) -> int:
+    """CRC-32 of an undecoded image: of its bytes, or, for a file on disk, of the names of the file and its folder."""
+    if record["bytes"] is not None:
+        return zlib.crc32(record["bytes"])
+    return zlib.crc32("/".join(Path(record["path"]).parts[-2:]).encode())
+
+
+def rows_fingerprint(dataset: Dataset | IterableDataset, image_column: str) -> str:
+    encoded = dataset.select_columns(image_column).cast_column(image_column, ImageFeature(decode=False))
+    digest = hashlib.sha256()
+    if isinstance(dataset, IterableDataset):
+        rows = encoded.take(FINGERPRINT_ROWS)
+    else:
+        digest.update(str(len(dataset)).encode())
+        rows = encoded.select(np.unique(np.linspace(0, len(dataset) - 1, FINGERPRINT_ROWS).astype(int)))
+    for row in rows:
+        record = row[image_column]
+        content = record["bytes"] if record["bytes"] is not None else Path(record["path"]).read_bytes()
+        digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()[:16]
 
 
 def read_class_names(train: Dataset, label_column: str) -> list[str]:

@@ -113,6 +113,10 @@ class Augmentation:
         horizontal_flip: bool = True,
         rand_augment_magnitude: float = 0.0,
     ):
+        if crop_scale is not None and not 0 < crop_scale[0] <= crop_scale[1] <= 1:
+            raise ValueError(
+                f"`crop_scale` must be a range of areas in (0, 1], got {crop_scale[0]} to {crop_scale[1]}."
+            )
         self.image_size, self.num_channels, self.num_patches = tuple(image_size), num_channels, num_patches
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
         self.seed, self.crop_scale, self.horizontal_flip = seed, crop_scale, horizontal_flip
@@ -136,7 +140,7 @@ class Augmentation:
         boxes = torch.from_numpy(self.boxes(draws, *images.shape[2:])).float()
         return self.finish(crop_and_resize(images, boxes, flips, self.image_size), noise, keys)
 
-    def each(self, images: list[np.ndarray], keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    def images(self, images: list[np.ndarray], keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         """Images of any size, `(height, width, channels)` bytes, one by one."""
         draws, flips, noise = self.draw(keys)
         pixels = []

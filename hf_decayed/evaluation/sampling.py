@@ -19,18 +19,14 @@ import torch
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from PIL import Image
-from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from ..data.datasets import evaluation_images
+from ..data.keyed_random import sample_seed
 from ..data.latents import load_vae
-from ..data.sources import take_subset
 from ..errors import UserError, explain_loading_errors, format_error
 from ..kinds import package_class, read_class_name, read_json
 from ..plots import save_grid
 from ..provenance import pipeline_fingerprint, public_config
-from .frechet import frechet_distance
-from .generation import pixel_features
 
 
 def sample(
@@ -203,11 +199,6 @@ def sample_labels(pipeline, classes: str, num: int) -> list[int] | None:
     return [chosen[place % len(chosen)] for place in range(num)]
 
 
-def sample_seed(seed: int, place: int) -> int:
-    """One number for two, so that neighbouring seeds share no images."""
-    return int(np.random.SeedSequence([seed, place]).generate_state(1, np.uint64)[0] >> 1)
-
-
 def prepare_samples_dir(output: Path, identity: dict) -> list[str]:
     """Makes the folder, or goes on in one that was begun with the same settings; the formats that are finished."""
     record = output / "sampling.json"
@@ -246,72 +237,3 @@ def write_samples(output: Path, shards: list[Path], num: int, file_format: str) 
             place += len(part)
         np.savez(output / ".writing.npz", arr_0=images)
         os.replace(output / ".writing.npz", output / "samples.npz")
-
-
-class SampleMonitor:
-    """Pictures and distances while the network trains, always from the same noise, shared out over the processes."""
-
-    def __init__(self, accelerator, pipeline_of, train, image_column, channels, class_names, options):
-        """`pipeline_of` makes a pipeline of a network; its images have so many `channels`."""
-        self.accelerator, self.pipeline_of, self.class_names = accelerator, pipeline_of, class_names
-        self.options, self.number = options, max(options.sample_images, options.eval_samples)
-        size = (options.image_size, options.image_size)
-        self.name = f"frechet_pixels_{options.eval_samples}_guidance_{options.guidance_scale:g}"
-        self.channels, self.reference = channels, None
-        if options.eval_samples > 1:
-            real, _ = evaluation_images(
-                take_subset(train, options.eval_samples),
-                image_column,
-                None,
-                size,
-                channels,
-                options.on_bad_image,
-                middle=True,
-            )
-            self.reference = pixel_features(real.float() / 255)
-
-    def look(self, model, picture: Path) -> dict[str, float]:
-        """Writes the picture; returns the distance between so many samples and as many training images."""
-        model.eval()
-        pipeline = self.pipeline_of(model)
-        pipeline.set_progress_bar_config(disable=True)
-        mine = range(self.accelerator.process_index, self.number, self.accelerator.num_processes)
-        parts = []
-        for start in range(0, len(mine), 64):
-            places = list(mine)[start : start + 64]
-            labels = [place % len(self.class_names) for place in places] if self.class_names else None
-            with self.accelerator.autocast():
-                try:
-                    made = pipeline(
-                        class_labels=labels,
-                        batch_size=len(places),
-                        num_inference_steps=self.options.sample_steps,
-                        guidance_scale=self.options.guidance_scale if labels else 1.0,
-                        # On the CPU, so that every device draws the same.
-                        generator=[torch.Generator().manual_seed(place) for place in places],
-                        output_type="pt",
-                    ).images
-                except ValueError as error:
-                    if "NaN or infinity" not in str(error):
-                        raise
-                    # The other processes wait for this one's part.
-                    made = torch.full((len(places), self.channels, *2 * [self.options.image_size]), math.nan)
-            parts.append(made)
-        # Process p has places p, p + n, ...: side by side they are in order again. Short ones are filled up to gather.
-        shape = (0, self.channels, self.options.image_size, self.options.image_size)
-        images = torch.cat([torch.zeros(shape), *(part.float().cpu() for part in parts)]).to(self.accelerator.device)
-        longest = math.ceil(self.number / self.accelerator.num_processes)
-        images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, longest - len(images)))
-        images = self.accelerator.gather(images).unflatten(0, (-1, longest)).transpose(0, 1).flatten(0, 1).cpu()
-        images = images[: self.number]
-        if not torch.isfinite(images).all():
-            self.accelerator.print("no picture: some samples are not finite")
-            return {}
-        if self.accelerator.is_main_process:
-            shown = images[: self.options.sample_images].permute(0, 2, 3, 1).float().numpy()
-            save_grid(picture, shown)
-        model.train()
-        if self.reference is None:
-            return {}
-        distance = frechet_distance(self.reference, pixel_features(images[: self.options.eval_samples]))
-        return {self.name: distance}

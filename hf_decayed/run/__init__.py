@@ -1,1 +1,7 @@
-"""What every training script has once."""
+"""What every training script has once: its flags and recipes, and the bookkeeping of a run."""
+
+from .optimization import adamw, linear_warmup, warmup_cosine
+from .run import Run, script_main
+
+
+__all__ = ["Run", "adamw", "linear_warmup", "script_main", "warmup_cosine"]

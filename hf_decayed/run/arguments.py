@@ -1,86 +1,302 @@
-"""Command-line flags that scripts share, and recipes."""
+"""Command-line flags of training scripts: recipes, the flags of a run, and which of them may change on resume."""
 
 import argparse
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import yaml
-from accelerate import Accelerator, PartialState
 
-from ..data.sources import find_columns, load_splits, read_class_names, split_validation, take_subset
-from ..errors import DataError
+from ..command_line import (
+    OneLineParser,
+    boolean,
+    check_fields,
+    constructor_fields,
+    fraction,
+    non_negative_float,
+    non_negative_int,
+    parse_field,
+    positive_float,
+    positive_fraction,
+    positive_int,
+    shortcut_decay,
+)
+from ..data.arguments import MAY_CHANGE, add_data_arguments, data_arguments
+
+
+@dataclass
+class RunOptions:
+    """What [`Run`] needs of a script's flags.
+
+    Args:
+        flags (`dict`): All flags, for `arguments.json` and trackers.
+        signature (`dict`): Flags that make the run what it is; a checkpoint of another signature is refused.
+        eval_every (`int`, *optional*): Steps between evaluations; `None` evaluates at the end alone.
+    """
+
+    output_dir: Path
+    flags: dict
+    signature: dict
+    seed: int = 0
+    batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    mixed_precision: str | None = None
+    cpu_threads: int | None = None
+    compile: bool = False
+    gradient_checkpointing: bool = False
+    max_grad_norm: float | None = None
+    ema_decay: float | None = None
+    max_skipped_steps: int = 20
+    num_workers: int = 0
+    checkpointing_steps: int = 500
+    checkpoints_total_limit: int | None = 2
+    resume_from_checkpoint: str | None = None
+    log_every: int = 10
+    eval_every: int | None = None
+    report_to: str = "none"
+    push_to_hub: str | None = None
+
+
+class ScriptParser(OneLineParser):
+    """Parser of a training script, with `--recipe`, `--output_dir` and `--seed`.
+
+    Flags come from the command line, else from the recipe, else from the parser's defaults. A recipe is a YAML file of
+    flags; `fields` in it are fields of the model's config.
+    """
+
+    def __init__(self, script: str, description: str | None):
+        """`script` is the `__file__` of a script, `description` its docstring; recipes are in `recipes/<its name>`."""
+        super().__init__(
+            prog=Path(script).name,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        name = Path(script).stem
+        self.recipes = Path(script).parent / "recipes" / name
+        if self.recipes.is_dir():
+            names = list_recipes(self.recipes)
+            self.add_argument("--recipe", default="tiny", help=f"one of {names}, or a YAML file")
+        self.add_argument("--output_dir", type=Path, default=Path("outputs") / name)
+        self.add_argument("--seed", type=non_negative_int, default=0)
+
+    def parse(self, arguments=None) -> tuple[argparse.Namespace, dict]:
+        """Options, and the content of the recipe."""
+        if not self.recipes.is_dir():
+            return self.parse_args(arguments), {}
+        name = self.parse_known_args(arguments)[0].recipe
+        path = Path(name) if name.endswith((".yaml", ".yml")) else self.recipes / f"{name}.yaml"
+        if not path.is_file():
+            self.error(f"there is no recipe '{name}'; there are {list_recipes(self.recipes)}")
+        recipe = yaml.safe_load(path.read_text())
+        actions = {flag.removeprefix("--"): action for action in self._actions for flag in action.option_strings}
+        flags = {flag: value for flag, value in recipe.items() if flag != "fields"}
+        if unknown := flags.keys() - actions.keys():
+            self.error(f"the recipe '{name}' sets what is not a flag: {', '.join(sorted(unknown))}")
+        for flag, value in flags.items():
+            self.set_defaults(**{actions[flag].dest: self.check_value(actions[flag], value)})
+        return self.parse_args(arguments), recipe
+
+    def check_value(self, action: argparse.Action, value):
+        """A recipe's value, checked as a flag's would be."""
+        if isinstance(value, list):
+            return [self.check_value(action, item) for item in value]
+        if action.type is None or value is None:
+            return value
+        try:
+            return action.type(str(value).lower() if isinstance(value, bool) else str(value))
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            self.error(f"the recipe's {action.option_strings[0]}: {error}")
+
+    def signature(self, options: argparse.Namespace) -> dict:
+        """All flags but those of groups whose title says that they may change on resume."""
+        changeable = {
+            action.dest
+            for group in self._action_groups
+            if MAY_CHANGE in (group.title or "")
+            for action in group._group_actions
+        }
+        changeable |= {"recipe", "output_dir", "help"}
+        return {name: value for name, value in vars(options).items() if name not in changeable}
+
+    def run_options(self, options: argparse.Namespace) -> RunOptions:
+        """What `Run` needs of the options; a flag that the script does not have keeps its default."""
+        names = {field.name for field in fields(RunOptions)} & vars(options).keys()
+        flags = {"flags": vars(options), "signature": self.signature(options)}
+        return RunOptions(**flags, **{name: getattr(options, name) for name in names})
 
 
 def list_recipes(recipes: Path) -> str:
     return ", ".join(sorted(path.stem for path in recipes.glob("*.yaml")))
 
 
-def parse_with_recipe(
-    parser: argparse.ArgumentParser, recipes: Path, arguments=None
-) -> tuple[argparse.Namespace, dict]:
-    """Options: from the command line, else from the file that `--recipe` names, else the parser's; and that file.
-
-    A recipe may hold `fields` of the model's config besides flags: a dictionary, which flags cannot be.
-    """
-    recipe = parser.parse_known_args(arguments)[0].recipe
-    path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes / f"{recipe}.yaml"
-    if not path.is_file():
-        parser.error(f"there is no recipe '{recipe}'; there are {list_recipes(recipes)}")
-    values = yaml.safe_load(path.read_text())
-    flags = {name: value for name, value in values.items() if name != "fields"}
-    unknown = flags.keys() - {action.dest for action in parser._actions}
-    if unknown:
-        parser.error(f"the recipe '{recipe}' sets what is no flag: {', '.join(sorted(unknown))}")
-    parser.set_defaults(**flags)
-    return parser.parse_args(arguments), values
+def add_field_argument(group, help: str = "any config field") -> None:
+    """`--set FIELD=VALUE`, as often as wanted; see [`merge_fields`]."""
+    group.add_argument(
+        "--set", dest="fields", action="append", default=[], type=parse_field, metavar="FIELD=VALUE", help=help
+    )
 
 
-def add_data_arguments(parser: argparse.ArgumentParser):
-    """The flags by which every script finds its images."""
-    data = parser.add_argument_group("data (none given: the bundled images)")
-    data.add_argument("--dataset_name", help="data set on the Hub")
-    data.add_argument("--dataset_config", help="its configuration")
-    data.add_argument("--dataset_path", help="folder of images, parquet, arrow, WebDataset tar")
-    data.add_argument("--train_split", default="train")
-    data.add_argument("--eval_split", help="held-out split; found when not given")
-    data.add_argument("--image_column_name", help="found by type when not given")
-    data.add_argument("--label_column_name", help="found by type when not given")
-    data.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop")
-    data.add_argument("--num_workers", type=int, default=4, help="processes that decode images not held in memory")
-    return data
+def merge_fields(options: argparse.Namespace, recipe_fields: dict) -> dict:
+    """Config fields: the recipe's, then those of `--set`, then `--shortcut_decay`."""
+    fields = {**recipe_fields, **dict(options.fields)}
+    if getattr(options, "shortcut_decay", None) is not None:
+        fields["shortcut_decay"] = options.shortcut_decay
+    return fields
 
 
-def load_images(
-    options: argparse.Namespace, accelerator: Accelerator | PartialState, streaming: bool = False
-) -> tuple:
-    """What those flags name: training images, held-out images or `None`, the data's name, image and label column."""
-    with accelerator.main_process_first():  # one process fills the cache, the others read it
-        train, held_out, name = load_splits(
-            options.dataset_name,
-            options.dataset_config,
-            options.dataset_path,
-            options.train_split,
-            options.eval_split,
-            streaming,
+def add_image_arguments(group, crop_scale: tuple[float, float] | None = None) -> None:
+    """Flags of how many images are used and how they are augmented."""
+    group.add_argument("--max_train_samples", type=positive_int)
+    group.add_argument("--horizontal_flip", type=boolean, default=True)
+    if crop_scale is not None:
+        group.add_argument(
+            "--crop_scale",
+            type=positive_fraction,
+            nargs=2,
+            default=list(crop_scale),
+            help="range of the areas of random resized crops",
         )
-    return train, held_out, name, *find_columns(train, options.image_column_name, options.label_column_name)
 
 
-def load_labelled_images(options: argparse.Namespace, accelerator: Accelerator | PartialState) -> tuple:
-    """For classifiers: the same with held-out images in any case, no more of each than asked for; and class names."""
-    train, held_out, name, image_column, label_column = load_images(options, accelerator)
-    if label_column is None:
-        raise DataError("Classifying needs labels, and there is no label column: name one with --label_column_name.")
-    if held_out is None:
-        held_out, train = split_validation(train, len(train) // 10)
-    class_names = read_class_names(train, label_column)
-    train, held_out = take_subset(train, options.max_train_samples), take_subset(held_out, options.max_eval_samples)
-    for split, rows in (("training", train), ("held-out", held_out)):
-        if not 0 <= min(rows[label_column]) <= max(rows[label_column]) < len(class_names):
-            raise DataError(f"The {split} labels do not lie in [0, {len(class_names)}): is it the right split?")
-    return train, held_out, name, image_column, label_column, class_names
+def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, ema_decay: float | None = None):
+    """Flags of the optimization that every script has; returns the group, for the script's own."""
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--batch_size",
+        type=positive_int,
+        default=batch_size,
+        help="images per step, over all processes and accumulation",
+    )
+    training.add_argument("--gradient_accumulation_steps", type=positive_int, default=1)
+    training.add_argument("--weight_decay", type=non_negative_float)
+    training.add_argument("--max_grad_norm", type=positive_float, help="clip gradients to this norm")
+    training.add_argument(
+        "--ema_decay",
+        type=fraction,
+        default=ema_decay,
+        help="of an average of the weights, which is evaluated and saved",
+    )
+    training.add_argument("--gradient_checkpointing", type=boolean, default=False)
+    training.add_argument(
+        "--mixed_precision", choices=["no", "bf16", "fp16"], help="accelerate's own setting if not given"
+    )
+    training.add_argument(
+        "--cpu_threads", type=positive_int, help="per process; the cores divided by the processes if not given"
+    )
+    training.add_argument("--compile", type=boolean, default=False)
+    return training
 
 
-def boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text.lower() == "true"
+def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str, *aliases: str):
+    """Flags of checkpoints, logs and uploads; returns the group, for the script's own that may change on resume."""
+    running = parser.add_argument_group(f"while it runs ({MAY_CHANGE})")
+    running.add_argument("--checkpointing_steps", type=positive_int, default=500)
+    running.add_argument("--checkpoints_total_limit", type=positive_int, default=2)
+    running.add_argument("--resume_from_checkpoint", metavar="latest|PATH")
+    running.add_argument(
+        "--max_skipped_steps", type=non_negative_int, default=20, help="stop after more non-finite steps"
+    )
+    running.add_argument("--log_every", type=positive_int, default=10, help="steps between lines of metrics.jsonl")
+    running.add_argument(
+        "--eval_every",
+        *aliases,
+        dest="eval_every",
+        type=positive_int,
+        help=f"steps between {evaluation}; always at the end",
+    )
+    running.add_argument(
+        "--memory_limit_gb",
+        type=non_negative_float,
+        default=2.0,
+        help="keep decoded images of one size in memory up to this",
+    )
+    running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
+    running.add_argument("--push_to_hub", metavar="REPOSITORY", help="repository to upload the result to")
+    return running
+
+
+def add_diffusion_arguments(parser: ScriptParser, sizes: dict, sampler: str, batch_size: int, ema_decay: float):
+    """Flags that all diffusion scripts have; returns the groups of the model and of the training, for the script's own."""
+    data = add_data_arguments(parser)
+    add_image_arguments(data)
+    data.add_argument("--image_size", type=positive_int, default=32, help="height and width of the center crop")
+    latents = parser.add_argument_group("latents (by default pixels)")
+    latents.add_argument("--vae", help="folder or repository of an AutoencoderKL, whose latents the network takes")
+    latents.add_argument("--keep_latents", type=boolean, default=True, help="encode every image once, before training")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--size", help=f"{', '.join(sizes)}; by default the recipe's, or S")
+    model.add_argument("--shortcut_decay", type=shortcut_decay)
+    add_field_argument(model)
+    model.add_argument("--conditional", type=boolean, default=True, help="on classes, where the data has labels")
+    model.add_argument("--class_dropout", type=fraction, default=0.1, help="of the labels, for guidance")
+
+    training = add_training_arguments(parser, batch_size, ema_decay)
+    training.add_argument("--max_train_steps", type=positive_int)
+    training.add_argument("--learning_rate", type=non_negative_float, help="constant after the warm-up")
+    training.add_argument("--warmup_steps", type=non_negative_int)
+    training.add_argument("--adam_beta1", type=fraction)
+    training.add_argument("--adam_beta2", type=fraction, default=0.999)
+
+    running = add_run_arguments(parser, "pictures and distances", "--sample_every")
+    running.add_argument("--latents_dir", type=Path, default=Path("outputs/latents"), help="cache of latents")
+    running.add_argument("--sample_steps", type=positive_int, default=50, help=f"of {sampler}")
+    running.add_argument("--sample_images", type=positive_int, default=36, help="in a picture")
+    running.add_argument(
+        "--eval_samples", type=non_negative_int, default=500, help="for the Frechet distance; 0: none"
+    )
+    running.add_argument("--guidance_scale", type=non_negative_float, default=1.0, help="of samples; 1 is none")
+    return model, training
+
+
+def parse_diffusion_arguments(
+    parser: ScriptParser, model_class: type, sizes: dict, arguments=None
+) -> tuple[argparse.Namespace, RunOptions]:
+    """Options of a diffusion script, with the config fields merged and checked, and those of its run."""
+    options, recipe = parser.parse(arguments)
+    fields = recipe.get("fields", {})
+    if options.size not in (None, recipe.get("size")):  # requested by name: the recipe's own sizes give way
+        fields = {name: value for name, value in fields.items() if name not in sizes["S"]}
+    options.size = options.size or "S"
+    if options.size not in sizes:
+        parser.error(f"--size must be one of {', '.join(sizes)}, got {options.size}")
+    options.fields = merge_fields(options, fields)
+    for name in ("sample_size", "num_classes"):
+        if name in options.fields:
+            parser.error(f"--set {name}: it follows from the data, --image_size and --conditional")
+    try:
+        check_fields(options.fields, constructor_fields(model_class))
+    except ValueError as error:
+        parser.error(f"--set: {error}")
+    return options, parser.run_options(options)
+
+
+def diffusion_data_arguments(options: argparse.Namespace) -> dict:
+    """Keyword arguments for `load_diffusion_data`."""
+    return {
+        "source": data_arguments(options),
+        "image_size": options.image_size,
+        "image_channels": options.fields.get("in_channels", 3),
+        "max_train_samples": options.max_train_samples,
+        "conditional": options.conditional,
+        "vae": options.vae,
+        "on_bad_image": options.on_bad_image,
+    }
+
+
+def diffusion_image_arguments(options: argparse.Namespace) -> dict:
+    """Keyword arguments for `DiffusionData.images`."""
+    return {
+        "horizontal_flip": options.horizontal_flip,
+        "memory_limit": int(options.memory_limit_gb * 2**30),
+        "latents_dir": options.latents_dir if options.keep_latents else None,
+    }
+
+
+def sampling_arguments(options: argparse.Namespace) -> dict:
+    """Keyword arguments for `DiffusionData.monitor`."""
+    return {
+        "num_images": options.sample_images,
+        "num_eval_samples": options.eval_samples,
+        "num_inference_steps": options.sample_steps,
+        "guidance_scale": options.guidance_scale,
+    }

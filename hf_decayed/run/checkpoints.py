@@ -1,96 +1,150 @@
-"""Training checkpoints that are whole or not there.
+"""Training checkpoints that are complete or absent, and that load without running code.
 
 A checkpoint is written under a temporary name, synced to disk, and renamed last. Its manifest lists every file with size
-and checksum, so that one damaged later is recognised and passed over.
+and checksum, so that a checkpoint damaged later is recognised and skipped. All files are safetensors or JSON.
 """
 
 import json
 import os
+import random
 import shutil
 import warnings
 import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
+
+from ..errors import UserError
+from .state_files import load_state, save_state
 
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
+# A full disk: the operating system's error, PyTorch's and safetensors' own.
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, state: dict, keep: int | None) -> Path | None:
-    """Saves all that accelerate knows, and `state`, as `folder/step-N`; all processes call it.
+def save_checkpoint(
+    accelerator: Accelerator, folder: Path, step: int, state: dict, parts: dict, limit: int | None
+) -> Path | None:
+    """Saves a checkpoint as `folder/step-N`; all processes call it.
 
     On a full disk it warns, removes what it wrote and returns `None`: earlier checkpoints stay.
+
+    Args:
+        state (`dict`): JSON values.
+        parts (`dict`): State dictionaries by name, the same on all processes; each becomes one file. The state of random
+            number generators, which differs between processes, is added.
+        limit (`int`, *optional*): Checkpoints to keep.
     """
-    target = folder / f"step-{step:08d}"
-    temporary = folder / f".writing-step-{step:08d}"
-    failure = None
+    target, temporary = folder / f"step-{step:08d}", folder / f".writing-step-{step:08d}"
+    error = None
     try:
         if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         accelerator.wait_for_everyone()
-        accelerator.save_state(str(temporary))
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        failure = error
-    if any_process(accelerator, failure is not None):
+        save_state(temporary / random_file(accelerator), random_state(accelerator.device))
         if accelerator.is_main_process:
-            shutil.rmtree(temporary, ignore_errors=True)
-            warnings.warn(f"No checkpoint at step {step}: it could not be written ({failure}).", stacklevel=2)
-        return None
-    if accelerator.is_main_process:
+            for name, part in parts.items():
+                save_state(temporary / f"{name}.safetensors", part)
+    except WRITE_ERRORS as caught:
+        error = caught
+    if not any_process(accelerator, error is not None) and accelerator.is_main_process:
         try:
-            (temporary / "state.json").write_text(json.dumps({**state, "step": step}))
+            (temporary / STATE).write_text(json.dumps({**state, "step": step}))
             files = sorted(path for path in temporary.rglob("*") if path.is_file())
-            manifest = {
-                path.relative_to(temporary).as_posix(): [path.stat().st_size, checksum(path)] for path in files
-            }
+            manifest = {path.name: [path.stat().st_size, checksum(path)] for path in files}
             (temporary / MANIFEST).write_text(json.dumps(manifest))
             for path in [*files, temporary / MANIFEST, temporary]:
                 sync_to_disk(path)
             shutil.rmtree(target, ignore_errors=True)
             os.replace(temporary, target)
             sync_to_disk(folder)
-            for old in sorted(folder.glob("step-*"))[: -keep if keep else 0]:
+            for old in sorted(folder.glob("step-*"))[: -limit if limit else 0]:
                 shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            failure = error
-            shutil.rmtree(temporary, ignore_errors=True)
-            warnings.warn(f"No checkpoint at step {step}: it could not be written ({error}).", stacklevel=2)
-    return None if any_process(accelerator, failure is not None) else target
+        except OSError as caught:
+            error = caught
+    if not any_process(accelerator, error is not None):
+        return target
+    if accelerator.is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)
+        warnings.warn(f"No checkpoint at step {step}: it could not be written ({error}).", stacklevel=2)
+    return None
 
 
-def find_checkpoint(wanted: str, folder: Path) -> Path | None:
-    """The checkpoint at a path, or, for `latest`, the newest whole one in `folder`; `None` if there is none."""
-    if wanted != "latest":
-        if problem := find_damage(Path(wanted)):
-            raise ValueError(f"'{wanted}' is not a whole checkpoint: {problem}.")
-        return Path(wanted)
+def find_checkpoint(requested: str, folder: Path) -> Path | None:
+    """The checkpoint at a path, or, for `latest`, the newest complete one in `folder`; `None` if there is none."""
+    if requested != "latest":
+        if problem := find_damage(Path(requested)):
+            raise UserError(f"'{requested}' is not a complete checkpoint: {problem}.")
+        return Path(requested)
     for path in sorted(folder.glob("step-*"), reverse=True):
         if problem := find_damage(path):
-            warnings.warn(f"Passing over the checkpoint '{path.name}': {problem}.", stacklevel=2)
+            warnings.warn(f"Skipping the checkpoint '{path.name}': {problem}.", stacklevel=2)
         else:
             return path
     return None
 
 
-def load_checkpoint(accelerator: Accelerator, path: Path) -> dict:
-    """Puts everything back and returns the `state` that was saved with it."""
-    accelerator.load_state(str(path))
-    return json.loads((path / "state.json").read_text())
+def read_checkpoint_state(path: Path) -> dict:
+    """The JSON values of a checkpoint: its step, the signature of its run, counters."""
+    return json.loads((path / STATE).read_text())
+
+
+def load_part(path: Path, name: str):
+    """One of the state dictionaries of a checkpoint."""
+    return load_state(path / f"{name}.safetensors")
+
+
+def load_random_state(accelerator: Accelerator, path: Path) -> None:
+    """Sets the random number generators of this process; one that was not there when it was saved starts from its seed."""
+    file = path / random_file(accelerator)
+    if file.exists():
+        set_random_state(load_state(file), accelerator.device)
 
 
 def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or `None`."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
+        if not isinstance(manifest, dict) or STATE not in manifest:
+            return f"{MANIFEST} does not list its files"
+        for file in sorted(path.rglob("*")):
+            if file.suffix not in (".safetensors", ".json") or not file.is_file() or file.is_symlink():
+                return f"{file.name} is neither safetensors nor JSON, and nothing else is loaded"
         for name, (size, expected) in manifest.items():
-            if (path / name).stat().st_size != size or checksum(path / name) != expected:
+            file = path / Path(name).name
+            if file.stat().st_size != size or checksum(file) != expected:
                 return f"{name} has changed"
-    except (OSError, ValueError) as error:
-        return str(error)
+        if not isinstance(read_checkpoint_state(path).get("step"), int):
+            return f"{STATE} does not hold the state of a run"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return " ".join(str(error).split())
     return None
+
+
+def random_file(accelerator: Accelerator) -> str:
+    return f"random-{accelerator.process_index}.safetensors"
+
+
+def random_state(device: torch.device) -> dict:
+    """Of the generators of Python, numpy, PyTorch and this process's device."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def set_random_state(state: dict, device: torch.device) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "device" in state and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["device"])
 
 
 def any_process(accelerator: Accelerator, here: bool) -> bool:

@@ -1,9 +1,23 @@
-"""Rules for learning rates and shortcuts over training, parameter groups, and an optimizer that torch lacks."""
+"""Parameter groups, the learning-rate schedule, decay warm-up, and the moving average of weights."""
 
 import math
 import re
 
 import torch
+
+from ..evaluation.linear_probe import warmup_cosine
+
+
+__all__ = [
+    "adamw",
+    "ema_with_warmup",
+    "is_scaler_warmup",
+    "layerwise_groups",
+    "linear_warmup",
+    "parameter_groups",
+    "set_shortcut_progress",
+    "warmup_cosine",
+]
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
@@ -16,21 +30,28 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
 
 
-def set_shortcut_progress(layers, alphas: list[tuple[float, float]], share: float) -> None:
-    """Takes the shortcuts of transformer layers this share of the way from 1 down to their alphas."""
+def adamw(model: torch.nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float):
+    return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=True)
+
+
+def linear_warmup(step: int, warmup_steps: int) -> float:
+    """Fraction of the peak learning rate at a step: rising linearly over `warmup_steps`, then constant."""
+    return min(1.0, step / max(1, warmup_steps))
+
+
+def set_shortcut_progress(layers, alphas: list[tuple[float, float]], progress: float) -> None:
+    """Interpolates the shortcuts of transformer layers between 1 (progress 0) and their alphas (progress 1)."""
     for layer, (attention_alpha, mlp_alpha) in zip(layers, alphas):
-        # The last step of the way is the alpha itself, to the bit: a model is saved only with its config's alphas.
-        layer.attention_alpha = attention_alpha if share >= 1.0 else 1.0 - share * (1.0 - attention_alpha)
-        layer.mlp_alpha = mlp_alpha if share >= 1.0 else 1.0 - share * (1.0 - mlp_alpha)
+        # At the end exactly the alpha: a model is saved only with its config's alphas.
+        layer.attention_alpha = attention_alpha if progress >= 1.0 else 1.0 - progress * (1.0 - attention_alpha)
+        layer.mlp_alpha = mlp_alpha if progress >= 1.0 else 1.0 - progress * (1.0 - mlp_alpha)
 
 
-def layerwise_groups(
-    model: torch.nn.Module, num_layers: int, learning_rate: float, layer_decay: float, weight_decay: float
-) -> list[dict]:
-    """Parameter groups for fine-tuning: the rate falls by `layer_decay` with every layer below the head.
+def layerwise_groups(model: torch.nn.Module, num_layers: int, layer_decay: float, weight_decay: float) -> list[dict]:
+    """Parameter groups for fine-tuning: the learning rate falls by `layer_decay` with every layer below the head.
 
-    Layers are told by the names that transformers gives them: `...embeddings...` is the lowest, `...layers.3...` the
-    fifth, everything else belongs to the head. Groups carry `peak_learning_rate`, for a schedule to start from.
+    The names that transformers gives to modules tell the layer: `...embeddings...` is the lowest, `...layers.3...` the
+    fifth, everything else belongs to the head. `rate_scale` of a group is its fraction of the head's learning rate.
     """
     groups = {}
     for name, parameter in model.named_parameters():
@@ -40,11 +61,9 @@ def layerwise_groups(
         depth = 0 if "embeddings." in name else int(numbers[0]) + 1 if numbers else num_layers + 1
         # Tokens are matrices in shape only; the paper regularises learned alphas like any matrix.
         decayed = (parameter.ndim > 1 and not name.endswith("_token")) or name.endswith("_alpha")
-        rate = learning_rate * layer_decay ** (num_layers + 1 - depth)
         group = {
             "params": [],
-            "lr": rate,
-            "peak_learning_rate": rate,
+            "rate_scale": layer_decay ** (num_layers + 1 - depth),
             "weight_decay": weight_decay if decayed else 0.0,
         }
         groups.setdefault((depth, decayed), group)["params"].append(parameter)
@@ -52,18 +71,18 @@ def layerwise_groups(
 
 
 def is_scaler_warmup(scaler: torch.amp.GradScaler | None, loss: float) -> bool:
-    """With fp16: whether a step was left out because the scale of gradients was too large, as happens every few thousand.
+    """With fp16: whether a step was skipped because the gradient scale was too large, as happens every few thousand steps.
 
-    Where the scale is below one and gradients still overflow, it is not the scale's fault.
+    Where the scale is below one and gradients still overflow, the scale is not the cause.
     """
     return scaler is not None and math.isfinite(loss) and scaler.get_scale() >= 1.0
 
 
 def ema_with_warmup(decay: float):
-    """For `AveragedModel`: an exponential average that forgets its first weights, so that short runs can be sampled from.
+    """For `AveragedModel`: an exponential moving average that forgets the initial weights, so that short runs can use it.
 
-    With `decay` from the first step on, 0.999 would still hold a fifth of the untrained weights after 1,500 steps. The rule,
-    min(decay, (1 + n) / (10 + n)), is that of diffusers' `EMAModel`; that class has no fused kernel.
+    With `decay` from the first step on, 0.999 would still hold a fifth of the initial weights after 1,500 steps. The rule,
+    min(decay, (1 + n) / (10 + n)), is that of diffusers' `EMAModel`, which has no fused kernel.
     """
 
     @torch.no_grad()

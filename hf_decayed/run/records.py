@@ -1,36 +1,74 @@
-"""Metrics of a run."""
+"""Metrics of a run, one JSON object a line."""
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 
 class MetricsFile:
-    """`metrics.jsonl`; a resumed run drops what an earlier one wrote after the step it resumes from."""
+    """`metrics.jsonl`; a resumed run drops the lines that were written after the step it resumes from.
+
+    A full disk does not stop training: lines that could not be written are kept and written later.
+    """
 
     def __init__(self, path: Path, step: int, writing: bool):
         self.path, self.writing = path, writing
+        self.lines: list[dict] = []
+        self.pending = ""
         if writing:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [record for record in self.records() if record["step"] <= step] if step and path.exists() else []
-            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            if step and path.exists():
+                self.lines = [record for record in read_metrics(path) if record["step"] <= step]
+            path.write_text("".join(json.dumps(record) + "\n" for record in self.lines))
 
     def write(self, record: dict) -> None:
-        if self.writing:
-            with self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        if not self.writing:
+            return
+        self.lines.append(record)
+        self.pending += json.dumps(record) + "\n"
+        self.flush()
+
+    def flush(self) -> bool:
+        """Writes pending lines; whether all of them are on disk."""
+        if self.pending:
+            size = self.path.stat().st_size if self.path.exists() else 0
+            try:
+                with self.path.open("a") as file:
+                    file.write(self.pending)
+            except OSError as error:
+                warnings.warn(
+                    f"{self.path.name} could not be written ({error}); it will be tried again.", stacklevel=3
+                )
+                truncate(self.path, size)
+                return False
+            self.pending = ""
+        return True
 
     def records(self) -> list[dict]:
-        lines = self.path.read_text().splitlines()
-        records = []
-        for line in lines:
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:  # the line that a killed process was writing
-                continue
-        return records
+        return self.lines
 
     def recent(self, name: str, number: int = 10) -> float | None:
-        """Mean of the last few finite values: one step's loss says little."""
-        values = [record[name] for record in self.records() if math.isfinite(record.get(name, math.nan))][-number:]
+        """Mean of the last few finite values: the loss of one step is noisy."""
+        values = [record[name] for record in self.lines if math.isfinite(record.get(name, math.nan))][-number:]
         return sum(values) / len(values) if values else None
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a metrics file; a line that a killed process left half written is skipped."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def truncate(path: Path, size: int) -> None:
+    """Removes half a line that a full disk left behind."""
+    try:
+        with path.open("r+") as file:
+            file.truncate(size)
+    except OSError:
+        pass

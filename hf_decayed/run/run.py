@@ -1,94 +1,597 @@
-"""The bookkeeping of a training run."""
+"""The bookkeeping of a training run, written once; the method's loop stays in its script.
 
-import argparse
+    run = Run(parser.run_options(options), kind="mae")
+    model, optimizer = run.prepare(model=model, optimizer=optimizer)
+    run.resume(dataset=fingerprint)
+    for batch in run.batches(images):
+        with run.accumulate(model):
+            loss = model(**batch).loss
+            run.backward(loss)
+        run.update(optimizer, model, average)
+        if run.due(options.eval_every):
+            run.evaluate(monitor, model)
+    run.save(model)
+    run.finish(run.results(run.evaluate(monitor, model)), "model")
+
+`Run` never sees a loss formula, calls no hooks and has no subclass.
+"""
+
+import itertools
 import json
+import math
 import os
 import shutil
-import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
+from filelock import FileLock, Timeout
+from huggingface_hub.errors import StrictDataclassError
+from torch.distributed.checkpoint import state_dict as distributed_state
+from torch.optim.swa_utils import AveragedModel
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
-from ..errors import DataError
-from .checkpoints import find_checkpoint, load_checkpoint
-
-
-def ignore_signals(worker: int) -> None:
-    """For loaders: a worker that dies of the signal would take the process down before it has written its checkpoint."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-# Flags that change how a run is watched or where it lies, but not what it is.
-MAY_CHANGE = set(
-    "output_dir features_dir latents_dir resume_from_checkpoint recipe dataset_path report_to push_to_hub checkpointing_steps "
-    "checkpoints_total_limit log_every eval_every eval_train_samples eval_test_samples max_eval_samples num_workers "
-    "memory_limit_gb cpu_threads max_skipped_steps sample_every sample_steps sample_images eval_samples "
-    "guidance_scale".split()
+from ..command_line import set_cpu_threads
+from ..data.datasets import EpochBatchSampler, identity_collate
+from ..data.keyed_random import batch_generator
+from ..errors import UserError, format_error
+from ..hub.cards import write_card
+from ..hub.upload import create_repository, upload_run
+from ..plots import require_matplotlib, save_curves
+from ..provenance import describe_hardware, sanitized_command, versions
+from .arguments import RunOptions
+from .checkpoints import (
+    WRITE_ERRORS,
+    find_checkpoint,
+    load_part,
+    load_random_state,
+    read_checkpoint_state,
+    save_checkpoint,
 )
+from .optimization import ema_with_warmup, is_scaler_warmup
+from .records import MetricsFile
+from .signals import StopSignal, ignore_signals
 
 
-def run_signature(options: argparse.Namespace, **more) -> dict:
-    """All that decides what a run is: resumed under other values, it would be neither of the two."""
-    flags = {name: value for name, value in vars(options).items() if name not in MAY_CHANGE}
-    return json.loads(json.dumps({**flags, **more}, default=str))
+class Run:
+    """One training run: processes and threads, seeds, resume, signals, checkpoints, metrics, results.
 
+    Args:
+        options (`RunOptions`): Flags of the script.
+        kind (`str`): Name of the script, without `.py`.
+    """
 
-def check_signature(name: str, state: dict, identity: dict) -> None:
-    changed = [
-        f"{flag} {state['identity'].get(flag)} -> {value}"
-        for flag, value in identity.items()
-        if state["identity"].get(flag) != value
-    ]
-    if changed:
-        raise DataError(f"'{name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
+    def __init__(self, options: RunOptions, kind: str):
+        self.options, self.kind = options, kind
+        self.start_time = time.time()
+        self.signal = StopSignal()
+        require_matplotlib()
+        self.accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),
+            mixed_precision=options.mixed_precision,
+            gradient_accumulation_steps=options.gradient_accumulation_steps,
+            # Each process takes its share of every global batch, so batches do not depend on the number of processes.
+            dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            log_with=None if options.report_to == "none" else options.report_to,
+            project_config=ProjectConfiguration(str(options.output_dir), str(options.output_dir / "trackers")),
+        )
+        set_cpu_threads(self.accelerator, options.cpu_threads)
+        set_seed(options.seed)
+        self.device, self.print = self.accelerator.device, self.accelerator.print
+        self.is_main_process, self.num_processes = self.accelerator.is_main_process, self.accelerator.num_processes
+        self.sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        self.print(
+            f"{self.num_processes} process(es) on {self.device.type}, precision {self.accelerator.mixed_precision}"
+        )
+        self.check_batch_size(options.batch_size)
+        self.lock = lock_output_dir(options.output_dir) if self.is_main_process else None
+        self.repository = create_repository(options.push_to_hub, self.accelerator)
 
+        self.step, self.total_steps, self.steps_per_epoch = 0, 0, None
+        self.skipped_steps, self.bad_images, self.earlier_bad_images, self.earlier_seconds = 0, 0, 0, 0.0
+        self.parts: dict[str, object] = {}  # what checkpoints hold, by name
+        self.plain: dict[int, torch.nn.Module] = {}  # prepared model -> the model as the script made it
+        self.losses: dict[str, torch.Tensor] = {}
+        self.metrics: dict[str, object] = {}  # of the current step
+        self.unwritten: list[str] = []
+        self.in_loop = self.stopping = False
 
-def prepare_output_dir(accelerator: Accelerator, options: argparse.Namespace, identity: dict) -> dict:
-    """Puts back what `--resume_from_checkpoint` names and returns its state; a new run gets room, and an empty state."""
-    checkpoints, state = options.output_dir / "checkpoints", {}
-    if options.resume_from_checkpoint:
-        path = find_checkpoint(options.resume_from_checkpoint, checkpoints)
-        if path is None:
-            accelerator.print(f"no checkpoint in {checkpoints}: starting afresh")
+    def check_batch_size(self, batch_size: int) -> None:
+        shares = self.num_processes * self.options.gradient_accumulation_steps
+        if batch_size % shares != 0:
+            raise UserError(
+                f"--batch_size {batch_size} is not divisible by {shares}: {self.num_processes} process(es) times "
+                f"{self.options.gradient_accumulation_steps} accumulation step(s)."
+            )
+
+    # Before the loop.
+
+    def progress(self, items, **settings):
+        """A progress bar on the main process of each machine, for work before the loop."""
+        return tqdm(items, disable=not self.accelerator.is_local_main_process, leave=False, **settings)
+
+    def plan(self, images, max_train_steps: int | None, num_train_epochs: float = 0.0) -> None:
+        """Sets `total_steps` and `steps_per_epoch`; a stream has no epochs."""
+        if hasattr(images, "__len__"):
+            self.steps_per_epoch = max(1, len(images) // self.options.batch_size)
+        elif max_train_steps is None:
+            raise UserError("A stream has no length: give --max_train_steps.")
+        self.total_steps = max_train_steps or round(num_train_epochs * (self.steps_per_epoch or 0))
+        if self.total_steps < 1:
+            raise UserError("The run has no steps: raise --num_train_epochs or give --max_train_steps.")
+
+    def warmup_steps(self, epochs: float) -> int:
+        """Warm-up epochs as steps, a quarter of a short run at most; a twentieth of the steps of a stream."""
+        if self.steps_per_epoch is None:
+            return self.total_steps // 20
+        return min(round(epochs * self.steps_per_epoch), self.total_steps // 4)
+
+    def average(
+        self, model: torch.nn.Module, name: str = "average", use_buffers: bool = False
+    ) -> tuple[AveragedModel | None, torch.nn.Module]:
+        """The exponential moving average that `ema_decay` asks for, or `None`, and the network to evaluate and save.
+
+        Checkpoints hold the average.
+        """
+        if not self.options.ema_decay:
+            return None, model
+        if self.sharded:
+            raise UserError(
+                "--ema_decay keeps a whole copy of the weights, which sharded training does not have: leave it out."
+            )
+        average = AveragedModel(
+            model, multi_avg_fn=ema_with_warmup(self.options.ema_decay), use_buffers=use_buffers
+        ).to(self.device)
+        self.parts[name] = average
+        return average, average.module
+
+    def track(self, **parts) -> None:
+        """Adds objects with `state_dict` and `load_state_dict` to the checkpoints, without preparing them."""
+        self.parts.update(parts)
+        self.plain |= {id(part): part for part in parts.values() if isinstance(part, torch.nn.Module)}
+
+    def prepare(self, **parts) -> tuple:
+        """Models and optimizers as accelerate prepares them, in order; checkpoints hold them under these names."""
+        for part in parts.values():
+            if isinstance(part, torch.nn.Module):
+                self.print(f"{describe_model(part)}; {self.total_steps} steps of {self.options.batch_size}")
+        # Every process has made the same model; dropout differs between processes from here on.
+        set_seed(self.options.seed, device_specific=True)
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # it cannot see the batch size in a loader
+            micro_batch = self.options.batch_size // self.options.gradient_accumulation_steps
+            config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+            config["train_micro_batch_size_per_gpu"] = micro_batch // self.num_processes
+        if self.options.gradient_checkpointing:
+            for part in parts.values():
+                if isinstance(part, torch.nn.Module):
+                    transformers_model = isinstance(part, PreTrainedModel)
+                    part.gradient_checkpointing_enable() if transformers_model else part.enable_gradient_checkpointing()
+        compiled = [
+            torch.compile(part) if self.options.compile and isinstance(part, torch.nn.Module) else part
+            for part in parts.values()
+        ]
+        prepared = self.accelerator.prepare(*compiled)
+        prepared = prepared if len(parts) > 1 else (prepared,)
+        for (name, part), wrapped in zip(parts.items(), prepared):
+            self.parts[name] = wrapped if self.sharded else part
+            if isinstance(part, torch.nn.Module):
+                self.plain[id(wrapped)] = part
+        if self.accelerator.scaler is not None:
+            self.parts["scaler"] = self.accelerator.scaler
+        return prepared
+
+    def resume(self, **signature) -> None:
+        """Loads the checkpoint that `--resume_from_checkpoint` names, or clears the output folder for a new run.
+
+        Args:
+            signature: What makes the run what it is besides the flags, such as the fingerprint of its data. It is compared
+                with the checkpoint's before anything is loaded.
+        """
+        options = self.options
+        self.signature = json.loads(
+            json.dumps({**options.signature, "steps": self.total_steps, **signature}, default=str)
+        )
+        folder, path = options.output_dir / "checkpoints", None
+        if options.resume_from_checkpoint:
+            path = find_checkpoint(options.resume_from_checkpoint, folder)
+            if path is None:
+                self.print(f"no checkpoint in {folder}: starting from the beginning")
+        elif self.is_main_process:
+            clear_finished_run(options.output_dir)
+        self.accelerator.wait_for_everyone()
+        if path is not None:
+            state = read_checkpoint_state(path)
+            check_signature(path.name, state.get("signature", {}), self.signature)
+            for name in self.parts:
+                self.load_part_state(name, load_part(path, name))
+            load_random_state(self.accelerator, path)
+            self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+            self.earlier_seconds, self.earlier_bad_images = state["seconds"], state["bad_images"]
+            self.print(f"resumed at step {self.step} from {path}")
+        self.log = MetricsFile(options.output_dir / "metrics.jsonl", self.step, self.is_main_process)
+        self.accelerator.init_trackers(self.kind, config={name: str(value) for name, value in options.flags.items()})
+        if self.is_main_process:
+            with self.writing("arguments.json"):
+                (options.output_dir / "arguments.json").write_text(json.dumps(options.flags, indent=2, default=str))
+
+    # The loop.
+
+    def batches(self, images) -> Iterator[dict[str, torch.Tensor]]:
+        """Micro-batches from the current step to the last; what ends a step happens after its last one.
+
+        `batch_generator` draws random numbers for the micro-batch as a whole. A signal ends the script, once a checkpoint
+        is written.
+        """
+        accumulation = self.options.gradient_accumulation_steps
+        self.images, self.bad_here = images, torch.zeros((), dtype=torch.long, device=self.device)
+        self.bar = tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            disable=not self.accelerator.is_local_main_process,
+            unit="step",
+            dynamic_ncols=True,
+        )
+        self.window_start, self.window_steps, self.evaluation_start = time.perf_counter(), 0, None
+        self.signal.deferring = self.in_loop = True
+        for model in self.plain.values():
+            model.train()
+        if self.step < self.total_steps:
+            for number, batch in enumerate(self.loader(images)):
+                part = number % accumulation
+                self.bad_here += batch.pop("bad_images", self.bad_here.new_zeros(1)).sum()
+                self.batch_generator = batch_generator(
+                    self.options.seed, self.step, part, self.accelerator.process_index
+                )
+                yield batch
+                if part == accumulation - 1:
+                    self.finish_step()
+                    if self.step == self.total_steps:
+                        break
+        self.in_loop = False
+        self.bar.close()
+        self.bad_images = self.count_bad_images()
+
+    def loader(self, images):
+        options, parts = self.options, self.options.gradient_accumulation_steps
+        settings: dict[str, object] = {
+            "num_workers": options.num_workers if images.uses_workers else 0,
+            "pin_memory": self.device.type == "cuda",
+            "generator": torch.Generator(),  # its own: starting to iterate must not advance the one of dropout
+            "worker_init_fn": ignore_signals,
+        }
+        if hasattr(images, "__len__"):
+            batches = EpochBatchSampler(
+                len(images), options.batch_size, options.seed, self.step, self.total_steps, parts
+            )
+            loader = torch.utils.data.DataLoader(
+                images, batch_sampler=batches, collate_fn=identity_collate, **settings
+            )
+            return self.accelerator.prepare(loader)
+        # Accelerate lets one process read a stream and hands out the shares. Resuming reads again what was seen.
+        settings["num_workers"] = min(options.num_workers, images.num_shards)
+        loader = torch.utils.data.DataLoader(
+            images, batch_size=options.batch_size // parts, drop_last=True, **settings
+        )
+        return itertools.islice(self.accelerator.prepare(loader), self.step * parts, self.total_steps * parts)
+
+    def set_learning_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        """The rate of this step; groups with a `rate_scale`, such as lower layers, take that part of it."""
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("rate_scale", 1.0)
+
+    def accumulate(self, *models):
+        """Gradients are synchronised and applied once in `gradient_accumulation_steps` micro-batches."""
+        return self.accelerator.accumulate(*models)
+
+    def backward(self, loss: torch.Tensor, name: str = "loss") -> None:
+        """Adds the gradients of a loss; its mean over micro-batches and processes is recorded under `name`."""
+        self.accelerator.backward(loss)
+        share = loss.detach() / self.options.gradient_accumulation_steps
+        self.losses[name] = self.losses[name] + share if name in self.losses else share
+
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        average: AveragedModel | None = None,
+        loss: str = "loss",
+    ) -> None:
+        """One optimizer step, after the last micro-batch: clips, skips what is not finite, updates the average.
+
+        Args:
+            loss (`str`, defaults to `"loss"`): Name of the loss that this step is for, where there are several.
+        """
+        accelerator = self.accelerator
+        if not accelerator.sync_gradients:
+            return
+        norm = accelerator.clip_grad_norm_(model.parameters(), self.options.max_grad_norm or math.inf)
+        gradient_norm = 0.0 if norm is None else float(norm)  # DeepSpeed clips by itself and may return nothing
+        # One exchange a step tells every process the same: the mean loss, and whether any received a signal.
+        received = torch.tensor(float(self.signal.received), device=self.device)
+        mean_loss, stopping = accelerator.reduce(torch.stack([self.losses.pop(loss), received]), "mean").tolist()
+        # With fp16 the gradient scaler itself skips what overflows, and has to see it to lower its scale.
+        finite = math.isfinite(mean_loss) and math.isfinite(gradient_norm)
+        if finite or accelerator.scaler is not None:
+            optimizer.step()
+        if finite and not accelerator.optimizer_step_was_skipped:
+            if average is not None:
+                average.update_parameters(self.plain[id(model)])
+        elif not is_scaler_warmup(accelerator.scaler, mean_loss):
+            self.skipped_steps += 1
+        optimizer.zero_grad()
+        prefix = "" if loss == "loss" else f"{loss}_"
+        rate = max(group["lr"] for group in optimizer.param_groups)
+        self.metrics |= {loss: mean_loss, f"{prefix}learning_rate": rate, f"{prefix}gradient_norm": gradient_norm}
+        self.stopping = stopping > 0
+        if self.skipped_steps > self.options.max_skipped_steps:
+            raise UserError(
+                f"{self.skipped_steps} steps without a finite loss, the last at {self.step + 1}: try a lower learning rate, "
+                "--max_grad_norm 1, --mixed_precision no, or a --shortcut_decay closer to 1."
+            )
+
+    def due(self, every: int | None) -> bool:
+        """Whether the current step is one in `every`; never the last, which the end of the script evaluates."""
+        last = self.step + 1 == self.total_steps
+        if not every or last or not self.accelerator.sync_gradients or (self.step + 1) % every != 0:
+            return False
+        self.evaluation_start = self.evaluation_start or time.perf_counter()
+        return True
+
+    @property
+    def logging(self) -> bool:
+        """Whether the current step is written to the metrics."""
+        step = self.step + 1
+        evaluating = self.options.eval_every and step % self.options.eval_every == 0
+        return bool(evaluating) or step % self.options.log_every == 0 or step == self.total_steps
+
+    def evaluate(self, monitor, network, picture: str | None = None) -> dict[str, float]:
+        """Records what a monitor measures of a network; its picture goes to `<picture>/step-N.png`, or at the end to
+        `<picture>.png`."""
+        metrics = monitor.evaluate(network)
+        self.record(metrics)
+        if picture:
+            name = f"{picture}/step-{self.step + 1:08d}.png" if self.in_loop else f"{picture}.png"
+            with self.writing(name):
+                monitor.picture(self.options.output_dir / name)
+        return metrics
+
+    def record(self, metrics: dict) -> None:
+        """Adds metrics to the current step; outside of the loop, writes them at once."""
+        if self.in_loop:
+            self.metrics |= metrics
         else:
-            state = load_checkpoint(accelerator, path)
-            check_signature(path.name, state, identity)
-            accelerator.print(f"resumed at step {state['step']} from {path}")
-    elif accelerator.is_main_process:
-        clear_finished_run(options.output_dir)
-    accelerator.wait_for_everyone()
-    return state
+            self.log.write({"step": self.step, **metrics})
+            self.accelerator.log(metrics, step=self.step)
+
+    def finish_step(self) -> None:
+        options = self.options
+        logging = self.logging
+        self.step += 1
+        self.window_steps += 1
+        self.bar.update()
+        if logging:
+            now = time.perf_counter()
+            rate = self.window_steps * options.batch_size / ((self.evaluation_start or now) - self.window_start)
+            self.window_start, self.window_steps = now, 0
+            record = {
+                "epoch": self.step / self.steps_per_epoch if self.steps_per_epoch else None,
+                **self.metrics,
+                "skipped_steps": self.skipped_steps,
+                "bad_images": self.count_bad_images(),
+                "images_per_second": rate,
+            }
+            self.log.write({"step": self.step, **record})
+            self.accelerator.log(record, step=self.step)
+            shown = {name: f"{value:.4f}" for name, value in record.items() if name.endswith("loss")}
+            self.bar.set_postfix(**shown, lr=f"{record.get('learning_rate', 0.0):.1e}", images=f"{rate:.0f}/s")
+        elif self.evaluation_start:
+            self.window_start, self.window_steps = time.perf_counter(), 0
+        self.metrics, self.evaluation_start = {}, None
+        if self.stopping or self.step % options.checkpointing_steps == 0:
+            saved = self.save_checkpoint()
+            if self.stopping and self.step < self.total_steps:
+                self.stop(saved)
+
+    def count_bad_images(self) -> int:
+        """Images that could not be decoded so far: before training, before it was resumed, and since, by all processes."""
+        here = self.accelerator.reduce(self.bad_here, "sum").item() if self.images.uses_workers else 0
+        return self.images.bad_images + self.earlier_bad_images + here
+
+    def save_checkpoint(self) -> Path | None:
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            self.print("no checkpoint: those of DeepSpeed are pickles, which are not loaded here; use FSDP2")
+            return None
+        state = {
+            "signature": self.signature,
+            "skipped_steps": self.skipped_steps,
+            "bad_images": self.count_bad_images() - self.images.bad_images,
+            "seconds": self.earlier_seconds + time.time() - self.start_time,
+        }
+        parts = {name: self.part_state(name) for name in self.parts}
+        folder = self.options.output_dir / "checkpoints"
+        return save_checkpoint(self.accelerator, folder, self.step, state, parts, self.options.checkpoints_total_limit)
+
+    def part_state(self, name: str) -> dict:
+        part = self.parts[name]
+        if not self.sharded:
+            return part.state_dict()
+        full = distributed_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        if isinstance(part, torch.nn.Module):
+            return distributed_state.get_model_state_dict(part, options=full)
+        return distributed_state.get_optimizer_state_dict(*self.owner_and_optimizer(part), options=full)
+
+    def load_part_state(self, name: str, state: dict) -> None:
+        part = self.parts[name]
+        if not self.sharded:
+            part.load_state_dict(state)
+            return
+        full = distributed_state.StateDictOptions(full_state_dict=True)
+        if isinstance(part, torch.nn.Module):
+            distributed_state.set_model_state_dict(part, state, options=full)
+        else:
+            distributed_state.set_optimizer_state_dict(*self.owner_and_optimizer(part), state, options=full)
+
+    def owner_and_optimizer(self, optimizer) -> tuple:
+        """The model whose parameters an optimizer has, which sharded states are named after, and PyTorch's optimizer."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        models = [part for part in self.parts.values() if isinstance(part, torch.nn.Module)]
+        return next(model for model in models if optimized & {id(p) for p in model.parameters()}), optimizer
+
+    def request_stop(self, reason: str) -> None:
+        """Stops after the current step, as a signal does."""
+        self.signal.received, self.signal.name = True, reason
+
+    def stop(self, saved: Path | None) -> None:
+        self.bar.close()
+        how = "continue" if saved else "its checkpoint could not be written; continue from an earlier one"
+        self.print(f"stopped by {self.signal.name} at step {self.step}; {how} with --resume_from_checkpoint latest")
+        self.accelerator.end_training()
+        sys.exit(0)
+
+    # After the loop.
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """A full disk while this is written is remembered and told at the end, with exit code 2."""
+        try:
+            yield
+        except WRITE_ERRORS as error:
+            self.unwritten.append(f"{name} ({format_error(error)})")
+            print(f"{name} could not be written: {format_error(error)}", file=sys.stderr)
+
+    def save(self, model, name: str = "model") -> None:
+        """Writes a model or pipeline to the output folder, by its `save_pretrained`; all processes call it."""
+        weights = {}
+        if self.sharded:  # gathered by all processes, written by one
+            wrapped = next(part for part in self.parts.values() if isinstance(part, torch.nn.Module))
+            weights = {"state_dict": self.accelerator.get_state_dict(wrapped)}
+        if self.is_main_process:
+            with self.writing(name):
+                model.save_pretrained(self.options.output_dir, **weights)
+        self.accelerator.wait_for_everyone()
+
+    def results(self, measured: dict) -> dict:
+        """What the script measured and what its data was, with all that the run itself knows."""
+        options = self.options
+        return {
+            "loss": self.log.recent("loss"),
+            **measured,
+            "steps": self.step,
+            "images_seen": self.step * options.batch_size,
+            "skipped_steps": self.skipped_steps,
+            "bad_images": self.bad_images,
+            "seconds": round(self.earlier_seconds + time.time() - self.start_time, 1),
+            "command": " ".join(["accelerate launch", f"training/{self.kind}.py", *sanitized_command()]),
+            "seed": options.seed,
+            "processes": self.num_processes,
+            "precision": self.accelerator.mixed_precision,
+            "hardware": describe_hardware(self.accelerator),
+            "versions": versions(),
+        }
+
+    def finish(self, results: dict, files: str, card: bool = True) -> None:
+        """Writes results, curves and card, and uploads; `files` names what the script has written besides."""
+        folder = self.options.output_dir
+        self.accelerator.wait_for_everyone()
+        if self.is_main_process:
+            with self.writing("results.json"):
+                write_json(folder / "results.json", results)
+            if self.log.records():
+                with self.writing("curves.png"):
+                    save_curves(folder / "curves.png", self.log.records())
+                files += ", curves.png"
+            if card and not self.unwritten:
+                with self.writing("README.md"):
+                    write_card(folder)
+            if not self.log.flush():
+                self.unwritten.append("metrics.jsonl")
+            if self.unwritten:
+                print(f"{self.kind}.py: not written: {'; '.join(self.unwritten)}", file=sys.stderr)
+            else:
+                print(f"{files}, results.json: {folder}")
+            if self.repository and not self.unwritten:
+                upload_run(self.repository, folder)
+        self.accelerator.end_training()
+        if self.lock is not None:
+            self.lock.release()
+        if self.unwritten:
+            sys.exit(2)
 
 
-def set_cpu_threads(accelerator: Accelerator, threads: int | None = None) -> None:
-    """On a CPU, shares its cores out over the processes: accelerate's launcher leaves each process one."""
-    if accelerator.device.type == "cpu":
-        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
+def describe_model(model: torch.nn.Module) -> str:
+    """Name, size and decay of a network, for the first lines of a run."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    words = [f"{type(model).__name__}: {parameters / 1e6:.1f} M parameters"]
+    config = getattr(model, "config", None)
+    if hasattr(config, "shortcut_decay"):
+        words.append(f"shortcut_decay {config.shortcut_decay}")
+    effective_decay = getattr(model, "effective_decay", None) or getattr(config, "effective_decay", None)
+    if effective_decay is not None:
+        words.append(f"effective decay {effective_decay():.1e}")
+    return ", ".join(words)
+
+
+def lock_output_dir(folder: Path) -> FileLock:
+    """Holds the output folder for this process; the operating system releases it when the process ends, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, holder = FileLock(folder / ".lock"), folder / ".lock-holder.json"
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        try:
+            process = json.loads(holder.read_text())
+            who = f"process {process['pid']} on {process['host']}"
+        except (OSError, ValueError, KeyError):
+            who = "another process"
+        raise UserError(f"'{folder}' is in use by {who}: wait for it, or name another --output_dir.") from None
+    holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    return lock
 
 
 def clear_finished_run(folder: Path) -> None:
-    """Makes room for a new run; one that did not finish is not thrown away."""
+    """Makes room for a new run; a run that did not finish is kept, and is an error."""
     if any((folder / "checkpoints").glob("[!.]*")):  # hidden ones were being written when the run was killed
         if not (folder / "results.json").exists():
-            raise DataError(
-                f"'{folder}' holds a run that did not finish: go on with --resume_from_checkpoint latest, "
+            raise UserError(
+                f"'{folder}' holds a run that did not finish: continue it with --resume_from_checkpoint latest, "
                 "or name another --output_dir."
             )
         shutil.rmtree(folder / "checkpoints")
     (folder / "results.json").unlink(missing_ok=True)
-    shutil.rmtree(folder / "results", ignore_errors=True)  # evaluations of the model that goes
+    shutil.rmtree(folder / "results", ignore_errors=True)  # evaluations of the model that is replaced
 
 
-class StopSignal:
-    """Remembers SIGTERM and Ctrl-C until the step is done; a second one stops at once."""
+def check_signature(name: str, saved: dict, signature: dict) -> None:
+    """Refuses a checkpoint of another run, with the flags that differ."""
+    changed = [f"{flag} {saved.get(flag)} -> {value}" for flag, value in signature.items() if saved.get(flag) != value]
+    if changed:
+        raise UserError(f"'{name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
 
-    def __init__(self):
-        self.asked, self.name = False, "another process"
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.receive)
 
-    def receive(self, number, frame):
-        self.asked, self.name = True, signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+def write_json(path: Path, content: dict) -> None:
+    """Complete or not at all."""
+    temporary = path.with_name(f".writing-{path.name}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def script_main(main: Callable[[], None]) -> None:
+    """Runs a script; an error that the user can fix is one sentence and exit code 2, a signal before the loop 130."""
+    name = Path(sys.argv[0]).name
+    try:
+        main()
+    except KeyboardInterrupt as error:
+        print(f"{name}: stopped by {error or 'SIGINT'} before the first step; nothing was changed", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, StrictDataclassError, ValueError, OSError) as error:
+        print(f"{name}: {format_error(error)}", file=sys.stderr)
+        sys.exit(2)
