@@ -30,16 +30,17 @@ OTHER_NAMES = {
     "num_hidden_layers": "depths",
 }
 
-# More blocks in a stage than this are a typing error: building them would exhaust the memory.
+# Larger values are typing errors, which would exhaust the memory.
 MAX_BLOCKS = 10_000
+MAX_SIZE = 2**20
 
 
 # Copied from hf_decayed.models.configuration_decayed_vit_mae.check_num_labels
 def check_num_labels(fields: dict) -> None:
     """Raises for a wrong `num_labels`, which is not a field: transformers turns it into `id2label`."""
     num_labels = fields.get("num_labels", 0)
-    if num_labels is not None and (type(num_labels) is not int or num_labels < 0):
-        raise ValueError(f"`num_labels` must be an integer of at least 0, got {num_labels!r}.")
+    if isinstance(num_labels, bool) or not isinstance(num_labels, int) or not 0 <= num_labels <= MAX_SIZE:
+        raise ValueError(f"`num_labels` must be an integer in [0, {MAX_SIZE}], got {num_labels!r}.")
 
 
 @strict
@@ -127,9 +128,12 @@ class DecayedResNetConfig(ResNetConfig):
 
     def validate_sizes(self):
         for name in ("num_channels", "embedding_size", "hidden_sizes", "depths"):
-            value = getattr(self, name)
-            if min([value] if isinstance(value, int) else value, default=1) < 1:
-                raise ValueError(f"`{name}` must be positive, got {value}.")
+            values = getattr(self, name)
+            values = [values] if isinstance(values, int) else list(values)
+            if min(values, default=1) < 1:
+                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+            if max(values, default=1) > MAX_SIZE:
+                raise ValueError(f"`{name}` must be at most {MAX_SIZE}, got {getattr(self, name)}.")
         if len(self.depths) != len(self.hidden_sizes) or len(self.depths) == 0:
             raise ValueError(
                 f"`depths` needs at least one block for each of `hidden_sizes`, got {list(self.depths)} and "

@@ -68,8 +68,9 @@ OTHER_NAMES = {
     "norm_pix": "norm_pix_loss",
 }
 
-# More layers than this are a typing error: building the list of stage names would exhaust the memory.
+# Larger values are typing errors, which would exhaust the memory.
 MAX_LAYERS = 10_000
+MAX_SIZE = 2**20
 
 
 def as_pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
@@ -80,8 +81,8 @@ def as_pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
 def check_num_labels(fields: dict) -> None:
     """Raises for a wrong `num_labels`, which is not a field: transformers turns it into `id2label`."""
     num_labels = fields.get("num_labels", 0)
-    if num_labels is not None and (type(num_labels) is not int or num_labels < 0):
-        raise ValueError(f"`num_labels` must be an integer of at least 0, got {num_labels!r}.")
+    if isinstance(num_labels, bool) or not isinstance(num_labels, int) or not 0 <= num_labels <= MAX_SIZE:
+        raise ValueError(f"`num_labels` must be an integer in [0, {MAX_SIZE}], got {num_labels!r}.")
 
 
 @strict
@@ -257,6 +258,8 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
         for name, values in sizes.items():
             if min(values) < 1:
                 raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+            if max(values) > MAX_SIZE:
+                raise ValueError(f"`{name}` must be at most {MAX_SIZE}, got {getattr(self, name)}.")
         if self.decoder_num_hidden_layers > MAX_LAYERS:
             raise ValueError(
                 f"`decoder_num_hidden_layers` must be at most {MAX_LAYERS}, got {self.decoder_num_hidden_layers}."
