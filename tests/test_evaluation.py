@@ -31,11 +31,11 @@ from hf_decayed.evaluation import (
     precision_recall,
     skip_ablation,
 )
-from hf_decayed.evaluation.generation import inception_score, scores
+from hf_decayed.evaluation.generation import inception_score, sample_scores
 from hf_decayed.evaluation.knn import top_of_row
 
 
-def by_hand(train, train_labels, test, test_labels, k, temperature):
+def knn_by_hand(train, train_labels, test, test_labels, k, temperature):
     """One query at a time, in double precision."""
     train, test = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (train, test))
     correct = 0
@@ -56,7 +56,7 @@ def test_knn(k, temperature):
     train_labels, test_labels = random.integers(0, 10, 500), random.integers(0, 10, 300)
     train = centres[train_labels] + 1.5 * random.normal(size=(500, 16))
     test = centres[test_labels] + 1.5 * random.normal(size=(300, 16))
-    expected = by_hand(train, train_labels, test, test_labels, k, temperature)
+    expected = knn_by_hand(train, train_labels, test, test_labels, k, temperature)
     tensors = [torch.from_numpy(array) for array in (train, train_labels, test, test_labels)]
     assert 0.2 < expected < 0.95
     assert knn_accuracy(*tensors, k=k, temperature=temperature, chunk_size=64) == expected
@@ -67,9 +67,9 @@ def test_knn(k, temperature):
 @pytest.mark.parametrize("shape,k", [((7, 5000), 20), ((3, 4097), 5), ((4, 100), 20)])
 def test_the_top_of_long_rows(shape, k):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    best, places = top_of_row(values, k)
+    best, indices = top_of_row(values, k)
     assert torch.equal(best.sort(descending=True).values, values.topk(k, dim=1).values)
-    assert torch.equal(values.gather(1, places), best)
+    assert torch.equal(values.gather(1, indices), best)
 
 
 def test_knn_with_a_temperature_near_zero_asks_the_nearest():
@@ -171,9 +171,9 @@ def test_linear_probes_are_scikit_learns():
         assert linear_probe(*tensors, protocol="mae_imagenet1k") < 0.5
     longer = replace(PROTOCOLS["mae_imagenet1k"], learning_rate=3.0, epochs=200, warmup_epochs=20)
     for protocol, data in (("paper_imagenet100", scaled), (longer, tensors)):
-        found = linear_probe(*data, protocol=protocol)
-        assert abs(found - best) < 0.04, (protocol, found, best)
-        assert found == linear_probe(*data, protocol=protocol)  # the same each time
+        accuracy = linear_probe(*data, protocol=protocol)
+        assert abs(accuracy - best) < 0.04, (protocol, accuracy, best)
+        assert accuracy == linear_probe(*data, protocol=protocol)  # deterministic
     shuffled = linear_probe(tensors[0], tensors[1][torch.randperm(600)], *tensors[2:])
     assert shuffled < 0.4 < best
     with pytest.raises(ValueError, match="train: all labels are 1"):
@@ -181,7 +181,7 @@ def test_linear_probes_are_scikit_learns():
 
 
 @pytest.mark.parametrize("skips, layers", [(True, [6, 4, 2]), (2, [6, 4])])
-def test_use_of_skips(skips, layers):
+def test_skip_ablation(skips, layers):
     config = hf_decayed.DecayedViTMAEConfig(
         image_size=16,
         patch_size=4,
@@ -197,36 +197,38 @@ def test_use_of_skips(skips, layers):
         shortcut_decay=0.8,
     )
     torch.manual_seed(0)
-    model = hf_decayed.DecayedViTMAEForPreTraining(config).eval().double()  # exact enough for small differences
-    for parameter in model.parameters():  # what starts at zero would hide everything
+    model = hf_decayed.DecayedViTMAEForPreTraining(config).eval().double()  # for small differences
+    for parameter in model.parameters():  # zero-initialised branches would hide everything
         torch.nn.init.normal_(parameter, std=0.2)
     for index, skip in enumerate(model.decoder.skips):
         torch.nn.init.normal_(skip.output_projection.weight, std=0.0 if index == 1 else 2.0)
     images, noise = torch.randn(10, 3, 16, 16).double(), torch.rand(10, 16)
-    used = skip_ablation(model, images, noise, batch_size=10)
-    assert list(used) == layers
-    assert used[layers[1]] == 0.0  # the decoder cannot tell
+    increases = skip_ablation(model, images, noise, batch_size=10)
+    assert list(increases) == layers
+    assert increases[layers[1]] == 0.0  # its projection is zero
     with torch.no_grad():
         outputs = model.vit(images, noise=noise, output_skips=True, output_hidden_states=True)
         whole = model(images, noise=noise)
         for index, layer in enumerate(layers):
             assert torch.equal(outputs.skips[index], outputs.hidden_states[layer])
-            given = [each.clone() for each in outputs.skips]
-            given[index][:, 0] = given[index][:, 0].mean(dim=0)
-            given[index][:, 1:] = given[index][:, 1:].mean(dim=(0, 1))
-            predicted = model.decoder(outputs.last_hidden_state, outputs.ids_restore, tuple(given))
+            skips = [skip.clone() for skip in outputs.skips]
+            skips[index][:, 0] = skips[index][:, 0].mean(dim=0)
+            skips[index][:, 1:] = skips[index][:, 1:].mean(dim=(0, 1))
+            predicted = model.decoder(outputs.last_hidden_state, outputs.ids_restore, tuple(skips))
             predicted = predicted.gather(1, outputs.ids_restore.unsqueeze(2).expand_as(predicted))
             error = (predicted - model.patchify(images)).square().mean(dim=2)
             expected = (error * whole.mask).sum() / whole.mask.sum() - whole.loss
-            assert used[layer] == pytest.approx(expected.item(), abs=1e-9)
-            assert index == 1 or abs(used[layer]) > 1e-6
-    assert skip_ablation(model, images, noise, batch_size=10)[layers[0]] == used[layers[0]]  # nothing stays behind
+            assert increases[layer] == pytest.approx(expected.item(), abs=1e-9)
+            assert index == 1 or abs(increases[layer]) > 1e-6
+    assert skip_ablation(model, images, noise, batch_size=10)[layers[0]] == increases[layers[0]]  # hooks are removed
     # Batches of equal size, each with its own means.
     halves = [skip_ablation(model, images[half], noise[half]) for half in (slice(0, 5), slice(5, 10))]
     together = skip_ablation(model, images, noise, batch_size=9)
     assert together[layers[0]] == pytest.approx((halves[0][layers[0]] + halves[1][layers[0]]) / 2, abs=1e-9)
     with pytest.raises(ValueError, match="10 images need as many rows of noise, got 9"):
         skip_ablation(model, images, noise[:9])
+    with pytest.warns(FutureWarning, match="`skip_use` is now called `skip_ablation`"):
+        assert hf_decayed.evaluation.skip_use is skip_ablation
     plain = hf_decayed.DecayedViTMAEConfig.plain("small", num_hidden_layers=1, decoder_num_hidden_layers=1)
     assert skip_ablation(hf_decayed.DecayedViTMAEForPreTraining(plain), images, noise) == {}
 
@@ -254,11 +256,11 @@ def test_kernel_distance_is_the_formula():
     for _ in range(2):
         real = real[:size]
         kernels = [(a @ b.T / 6 + 1) ** 3 for a, b in ((real, real), (generated, generated), (real, generated))]
-        within = sum((each.sum() - np.trace(each)) / (size * (size - 1)) for each in kernels[:2])
+        within = sum((matrix.sum() - np.trace(matrix)) / (size * (size - 1)) for matrix in kernels[:2])
         distances.append(within - 2 * kernels[2].mean())
     mean, deviation = kernel_distance(*map(torch.from_numpy, (real, generated)), num_subsets=2)
     assert mean == pytest.approx(distances[0]) and deviation == pytest.approx(0, abs=1e-9)
-    # Of one distribution: zero within the deviation; and subsets differ, but are the same each time.
+    # One distribution: zero within the deviation; subsets differ, but are the same in every call.
     same = torch.from_numpy(np.random.default_rng(1).normal(size=(2000, 6)))
     mean, deviation = kernel_distance(same[:1000], same[1000:], subset_size=200)
     assert abs(mean) < 3 * deviation and (mean, deviation) == kernel_distance(
@@ -302,7 +304,7 @@ def test_the_frechet_distance_spreads_as_new_samples_would():
     real = torch.randn(2000, 6)
     over_sets = np.std([frechet_distance(real, torch.randn(300, 6) + 0.3) for _ in range(40)])
     sets = {"features": real}, {"features": torch.randn(300, 6) + 0.3}
-    spread = scores(*sets, ["frechet"], name="any", bootstraps=40)["frechet_any_spread"]
+    spread = sample_scores(*sets, ["frechet"], name="any", bootstraps=40)["frechet_any_spread"]
     assert 0.6 < spread / over_sets < 1.6
 
 
@@ -311,9 +313,9 @@ def test_inception_score_is_the_formula():
     probabilities = logits.softmax(1).numpy()
     divergence = (probabilities * np.log(probabilities / probabilities.mean(0))).sum(1).mean()
     assert inception_score(logits, splits=1) == pytest.approx((np.exp(divergence), 0.0))
-    assert inception_score(torch.zeros(50, 7))[0] == pytest.approx(1.0)  # says nothing
+    assert inception_score(torch.zeros(50, 7))[0] == pytest.approx(1.0)  # uniform predictions
     certain = 1000 * torch.nn.functional.one_hot(torch.arange(700) % 7).double()
-    assert inception_score(certain, splits=1)[0] == pytest.approx(7.0)  # sure, and of everything
+    assert inception_score(certain, splits=1)[0] == pytest.approx(7.0)  # certain predictions of all classes
 
 
 def test_distances_refuse():
@@ -348,8 +350,8 @@ def test_evaluate_modules_give_the_functions_numbers(by, tmp_path, monkeypatch):
             part = slice(start, start + 128)
             metric.add_batch(predictions=test[part], references=test_labels[part])
         assert metric.compute(train_features=train, train_labels=train_labels) == {key: function(*labelled)}
-    found = load("effective_rank").compute(data=test, kind="exponential")["effective_rank"]
-    assert found == pytest.approx(effective_rank(tensors[1], "exponential"))
+    rank = load("effective_rank").compute(data=test, kind="exponential")["effective_rank"]
+    assert rank == pytest.approx(effective_rank(tensors[1], "exponential"))
     generated = {"predictions": test, "real_features": train}
     assert load("frechet_distance").compute(**generated)["frechet_distance"] == pytest.approx(
         frechet_distance(*tensors)
@@ -367,10 +369,10 @@ def test_evaluate_modules_load_as_spaces(tmp_path):
     shutil.copytree(Path(hf_decayed.__file__).parent / "metrics", tmp_path / "hub" / "user")
     program = """
 import evaluate, json, sys
-found = {}
+results = {}
 for name, inputs in json.loads(sys.argv[1]).items():
-    found.update(evaluate.load("user/" + name).compute(**inputs))
-print(json.dumps(found))
+    results.update(evaluate.load("user/" + name).compute(**inputs))
+print(json.dumps(results))
 """
     bank, queries = [[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], [[1.0, 0.2], [0.1, 1.0]]
     labelled = {"predictions": queries, "references": [0, 0], "train_features": bank, "train_labels": [0, 0, 1, 1]}
@@ -385,8 +387,8 @@ print(json.dumps(found))
             cwd=tmp_path,
         )
     assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert found["knn_accuracy"] == 0.5 and found["effective_rank"] == pytest.approx(
+    results = json.loads(result.stdout.splitlines()[-1])
+    assert results["knn_accuracy"] == 0.5 and results["effective_rank"] == pytest.approx(
         effective_rank(torch.tensor(bank))
     )
     assert "user/knn_accuracy/resolve" in " ".join(server.downloads)

@@ -1,9 +1,7 @@
-"""Judging generated images: the same pixels give the same numbers wherever they lie, and the script does what it says."""
+"""Evaluation of generated images and of diffusion models' blocks, by functions and by the command."""
 
-import importlib.util
 import json
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -23,16 +21,18 @@ from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
 from hf_decayed.data.datasets import EvaluationDataset
 from hf_decayed.data.sources import load_splits
 from hf_decayed.data.transforms import CenterCropProcessor
-from hf_decayed.errors import DataError
+from hf_decayed.errors import DataError, UserError
+from hf_decayed.evaluation.__main__ import evaluate as run_evaluate
 from hf_decayed.evaluation.features import extract_features
 from hf_decayed.evaluation.generation import (
     SampledImages,
     image_features,
     inception_encoder,
     pixel_features,
-    scores,
+    sample_scores,
 )
 from hf_decayed.evaluation.sampling import sample
+from hf_decayed.evaluation.tables import markdown_table
 from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
 from hf_decayed.pipelines.pipeline_decayed_sit import DecayedSiTPipeline
@@ -41,23 +41,16 @@ from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 
 @pytest.fixture
 def evaluate(monkeypatch):
-    """The script, in this process: to start one takes longer than what is tested."""
+    """The command, in this process: starting another one takes longer than the evaluation."""
     threads = torch.get_num_threads()
-    yield partial(run_evaluation, monkeypatch)
+
+    def run(*flags):
+        flags = [*map(str, flags), "--cpu_threads", "1"]
+        monkeypatch.setattr("sys.argv", ["hf-decayed", "evaluate", *flags])
+        print(run_evaluate(flags))
+
+    yield run
     torch.set_num_threads(threads)  # other tests compare with processes of their own, to the last bit
-
-
-def script_of_evaluation():
-    found = importlib.util.spec_from_file_location("evaluate_script", ROOT / "training" / "evaluate.py")
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
-    return script
-
-
-def run_evaluation(monkeypatch, *flags):
-    flags = [*map(str, flags), "--cpu_threads", "1"]
-    monkeypatch.setattr("sys.argv", ["evaluate.py", *flags])
-    script_of_evaluation().main()
 
 
 def pipeline(folder, num_classes=10):
@@ -80,17 +73,17 @@ def test_samples_are_the_same_from_a_folder_and_an_npz_file(tmp_path, channels):
     pixels = np.random.default_rng(0).integers(0, 256, (12, 16, 16, channels), dtype=np.uint8)
     np.savez(tmp_path / "samples.npz", arr_0=pixels)
     (tmp_path / "folder").mkdir()
-    for place, image in enumerate(pixels):
-        Image.fromarray(image.squeeze()).save(tmp_path / "folder" / f"{place:06d}.png")
+    for index, image in enumerate(pixels):
+        Image.fromarray(image.squeeze()).save(tmp_path / "folder" / f"{index:06d}.png")
     encode, identity = image_features("pixels")
-    found = [
+    features = [
         extract_features(encode, SampledImages(tmp_path / name), tmp_path / name[:3], {"by": identity}, batch_size=5)
         for name in ("samples.npz", "folder")
     ]
     expected = pixel_features(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255)
-    for each in found:
-        torch.testing.assert_close(each["features"], expected)
-    assert torch.equal(found[0]["checksums"], found[1]["checksums"])
+    for extracted in features:
+        torch.testing.assert_close(extracted["features"], expected)
+    assert torch.equal(features[0]["checksums"], features[1]["checksums"])
     assert SampledImages(tmp_path / "folder").shape == (channels, 16, 16)
 
     (tmp_path / "empty").mkdir()
@@ -101,8 +94,8 @@ def test_samples_are_the_same_from_a_folder_and_an_npz_file(tmp_path, channels):
         SampledImages(tmp_path / "floats.npz")
 
 
-def test_real_images_come_as_samples_do(tmp_path):
-    """A real image judged as a sample has the very features that it has as a reference."""
+def test_real_images_are_prepared_as_samples_are(tmp_path):
+    """A real image has the same features as a sample and as a reference."""
     train = load_splits()[0].select(range(20))
     pixels = np.stack([np.asarray(image) for image in train["image"]])[..., None]
     np.savez(tmp_path / "samples.npz", arr_0=pixels)
@@ -115,41 +108,41 @@ def test_real_images_come_as_samples_do(tmp_path):
         real = EvaluationDataset(train, "image", None, CenterCropProcessor(28, 28), 1)
         as_real = extract_features(encode, real, tmp_path / "b", {"by": identity})
         torch.testing.assert_close(as_samples["features"], as_real["features"], atol=1e-5, rtol=1e-5)
-        assert scores(as_real, as_samples, ["frechet"], name="pixels", bootstraps=2)["frechet_pixels"] < 1e-6
+        assert sample_scores(as_real, as_samples, ["frechet"], name="pixels", bootstraps=2)["frechet_pixels"] < 1e-6
 
 
-def test_names_say_whose_features_they_are():
+def test_scores_are_named_after_their_features():
     real, generated = ({"features": torch.randn(60, 4), "logits": torch.randn(60, 5)} for _ in range(2))
-    named = scores(real, generated, ["frechet", "kid", "prdc"], name="dinov2-base", bootstraps=2)
-    assert not any("fid" in name or "kid" in name or "inception" in name for name in named)
+    of_dinov2 = sample_scores(real, generated, ["frechet", "kid", "prdc"], name="dinov2-base", bootstraps=2)
+    assert not any("fid" in name or "kid" in name or "inception" in name for name in of_dinov2)
     assert {
         "frechet_dinov2-base",
         "frechet_dinov2-base_spread",
         "kernel_distance_dinov2-base",
         "coverage",
-    } <= named.keys()
-    proper = scores(real, generated, ["frechet", "kid"], bootstraps=2)
-    assert {"fid", "fid_spread", "kid", "inception_score"} <= proper.keys()
+    } <= of_dinov2.keys()
+    of_inception = sample_scores(real, generated, ["frechet", "kid"], bootstraps=2)
+    assert {"fid", "fid_spread", "kid", "inception_score"} <= of_inception.keys()
 
 
 def test_inception_takes_bytes_in_colour():
-    seen = []
+    inputs = []
 
     class Inception(torch.nn.Module):
         def forward(self, images):
-            seen.append(images)
+            inputs.append(images)
             return torch.zeros(len(images), 2048), torch.zeros(len(images), 1008)
 
     grey = torch.tensor([0.0, 1.0, 100 / 255]).view(3, 1, 1, 1).expand(3, 1, 4, 4)
     assert set(inception_encoder(Inception())(grey, [0, 1, 2])) == {"features", "logits"}
     assert (
-        seen[0].dtype == torch.uint8
-        and seen[0].shape == (3, 3, 4, 4)
-        and seen[0][:, 2, 0, 0].tolist() == [0, 255, 100]
+        inputs[0].dtype == torch.uint8
+        and inputs[0].shape == (3, 3, 4, 4)
+        and inputs[0][:, 2, 0, 0].tolist() == [0, 255, 100]
     )
 
 
-def test_samples_are_judged(tmp_path, capsys, evaluate):
+def test_samples_are_evaluated(tmp_path, capsys, evaluate):
     folders = ["--features_dir", tmp_path / "features", "--samples_dir", tmp_path / "samples"]
     few = [*folders, "--num_samples", 40, "--num_inference_steps", 3, "--max_train_samples", 200, "--batch_size", 16]
     output = tmp_path / "results.json"
@@ -162,13 +155,13 @@ def test_samples_are_judged(tmp_path, capsys, evaluate):
     assert results["protocol"]["sampling"]["guidance_scale"] == 1.5 and results["dataset"]["number"] == 200
     assert str(tmp_path) not in json.dumps(results)
 
-    # The samples lie there, and judging them as they lie gives the same.
+    # The samples are cached; evaluating their folder gives the same.
     (samples,) = (tmp_path / "samples").iterdir()
     evaluate(samples, *few, "--output", output)
     assert json.loads(output.read_text())["rows"]["40 samples"] == generated
 
 
-def test_every_block_is_judged_at_every_noise_level(tmp_path, capsys, evaluate):
+def test_every_block_is_evaluated_at_every_noise_level(tmp_path, capsys, evaluate):
     few = ["--features_dir", tmp_path, "--max_train_samples", 200, "--max_eval_samples", 60, "--noise_levels", "0,0.9"]
     output = tmp_path / "results.json"
     evaluate(pipeline(tmp_path / "model"), *few, "--output", output, "--metrics", "knn,linear,rank")
@@ -184,7 +177,7 @@ def test_every_block_is_judged_at_every_noise_level(tmp_path, capsys, evaluate):
     assert accuracies[:, 0].mean() > accuracies[:, 1].mean()
 
 
-def test_a_sit_of_latents_is_judged_by_any_network(tmp_path, evaluate):
+def test_a_sit_of_latents_is_evaluated_with_any_network(tmp_path, evaluate):
     vae = AutoencoderKL(
         in_channels=1,
         out_channels=1,
@@ -198,7 +191,7 @@ def test_a_sit_of_latents_is_judged_by_any_network(tmp_path, evaluate):
     network = random_weights(DecayedSiTTransformer2DModel(**sizes, num_layers=2, num_classes=3))
     DecayedSiTPipeline(network, FlowMatchEulerDiscreteScheduler(), vae).save_pretrained(tmp_path / "model")
     encoder = random_weights(DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES)))
-    encoder.save_pretrained(tmp_path / "inception")  # which does not make it Inception
+    encoder.save_pretrained(tmp_path / "inception")  # a folder of this name is not Inception
     output, few = tmp_path / "results.json", ["--features_dir", tmp_path / "features", "--max_train_samples", 60]
     evaluate(
         *(tmp_path / "model", *few, "--output", output, "--samples_dir", tmp_path / "samples", "--num_samples", 12),
@@ -216,25 +209,30 @@ def test_a_sit_of_latents_is_judged_by_any_network(tmp_path, evaluate):
     assert "share of the way" in results["protocol"]["features"]
 
 
-def test_what_cannot_be_judged_is_said(tmp_path, capsys, evaluate):
+def test_wrong_arguments_are_refused(tmp_path, capsys, evaluate):
     model = pipeline(tmp_path / "model")
-    with pytest.raises(DataError, match="is no folder here, and no repository that could be had"):
+    with pytest.raises(UserError, match="is neither a local folder nor a repository that could be loaded"):
         evaluate(tmp_path / "absent")
     for flags, sentence in (
         (["--metrics", "fid"], "--metrics of a pipeline are knn, linear, rank, frechet, kid, prdc; got fid"),
-        (["--metrics", "knn,frechet"], "features and samples are judged one at a time"),
+        (["--metrics", "knn,frechet"], "features and samples are evaluated one at a time"),
         (["--dtype", "bfloat16"], "--dtype is for features"),
         (["--num_samples", 3], "at least --num_samples 10"),
+        (["--num_samples", 0], "--num_samples: must be at least 1, got 0"),
+        (["--noise_levels", "0,1.5"], "--noise_levels: must be at least 0 and at most 1, got 1.5"),
+        (["--max_train_samples", -3], "--max_train_samples: must be at least 1, got -3"),
+        (["--temperature", "nan"], "--temperature: must be finite, got nan"),
     ):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as stopped:
             evaluate(model, *flags)
-        assert sentence in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and sentence in error and error.count("\n") == 1
     latents = DecayedUViT2DModel(sample_size=4, in_channels=4, hidden_size=16, num_layers=2, num_attention_heads=2)
     DecayedUViTPipeline(latents, DPMSolverMultistepScheduler()).save_pretrained(tmp_path / "latents")
-    with pytest.raises(DataError, match="network of latents, and the pipeline has no VAE"):
+    with pytest.raises(UserError, match="takes latents, and the pipeline has no VAE"):
         evaluate(tmp_path / "latents", "--metrics", "linear")
     DDPMPipeline(small_unet(), DDPMScheduler()).save_pretrained(tmp_path / "unet")
-    with pytest.raises(DataError, match="UNet2DModel does not say what its blocks are: name modules with --blocks"):
+    with pytest.raises(UserError, match="UNet2DModel does not declare its blocks: name modules with --blocks"):
         evaluate(tmp_path / "unet", "--metrics", "linear")
 
 
@@ -263,4 +261,4 @@ def test_the_table_of_latents_is_the_one_in_the_results():
     shown = re.search(r"<!-- table latents -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
     files = {"SiT, 500 samples": "latents_samples.json", "held-out images, 500": "latents_held_out.json"}
     rows = {name: next(iter(json.loads((folder / f).read_text())["rows"].values())) for name, f in files.items()}
-    assert shown == script_of_evaluation().table(rows)
+    assert shown == markdown_table(rows)
