@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from huggingface_hub.errors import StrictDataclassError
+
 from .command_line import OneLineParser, parse_field
 from .errors import format_error
 
@@ -39,8 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(options.run(options))
     except Exception as error:
-        # ValueError and OSError carry a sentence; of other errors the type tells more than the text.
-        error_type = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        # These carry a sentence; of other errors the type tells more than the text.
+        error_type = (
+            "" if isinstance(error, (ValueError, OSError, StrictDataclassError)) else f"{type(error).__name__}: "
+        )
         print(f"hf-decayed {options.command}: {error_type}{format_error(error)}", file=sys.stderr)
         return 2
     return 0

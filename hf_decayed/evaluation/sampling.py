@@ -152,9 +152,16 @@ def load_pipeline(
             model, revision=revision, trust_remote_code=trust_remote_code, **replaced
         )
     arguments = dict(replaced)
-    for name in (inspect.signature(pipeline_class.__init__).parameters.keys() & index.keys()) - replaced.keys():
+    parameters = inspect.signature(pipeline_class.__init__).parameters
+    for name in (parameters.keys() & index.keys()) - replaced.keys():
         value = index[name]
         arguments[name] = load_component(model, name, value, revision) if isinstance(value, list) else value
+    for name, parameter in parameters.items():
+        required = name != "self" and parameter.default is parameter.empty  # the network and the scheduler
+        if required and (not isinstance(index.get(name), list) or arguments[name] is None):
+            raise UserError(
+                f"'model_index.json' of '{model}' names no '{name}', which {pipeline_class.__name__} needs."
+            )
     try:
         return pipeline_class(**arguments)
     except (TypeError, AttributeError, KeyError) as error:  # a value of the wrong type, or a component left out

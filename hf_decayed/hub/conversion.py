@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import StrictDataclassError
 
 from ..command_line import check_fields
 from ..errors import format_error
@@ -46,7 +47,7 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
         model, notes = source.read(checkpoint, fields)
     except ConversionError:
         raise
-    except ValueError as error:  # of the config or the constructor, which name the field
+    except (ValueError, StrictDataclassError) as error:  # of the config or the constructor, which name the field
         raise ConversionError(format_error(error)) from error
     if fields:
         notes.append("Set by hand: " + ", ".join(f"{name}={value!r}" for name, value in fields.items()) + ".")

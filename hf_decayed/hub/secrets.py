@@ -58,13 +58,13 @@ NAMED_PATTERNS = {name: re.compile(pattern) for name, pattern in NAMED.items()}
 # How a string is continued on the next line: bare, with a backslash, quoted anew, or with an escaped newline. A newline
 # before the beginning of a token stays, so that the token is still a word of its own.
 LINE_BREAK = re.compile(
-    rb"""["']?[ \t]*[+\\]?[ \t]*(?:\r?\n|\\n)[ \t]*\+?[ \t]*["']?(?!"""
+    rb"""["']?[ \t+\\]*(?:\r?\n|\\n)[ \t+]*["']?(?!"""
     + b"|".join(re.escape(beginning) for _, beginning, _ in TOKEN_PATTERNS)
     + rb")"
 )
 
 BLOCK, OVERLAP = 1 << 24, 1 << 12
-MAX_TEXT = 1 << 24  # of a compressed PNG chunk: more is no caption
+MAX_TEXT = 1 << 20  # of a compressed PNG chunk; captions and colour profiles are shorter
 PNG = b"\x89PNG\r\n\x1a\n"
 
 # Of detect-secrets: fingerprints and hashes, of which results files are full, look like these.
@@ -81,6 +81,8 @@ def find_secret(path: Path) -> str | None:
                 return secret
             tail = data[-OVERLAP:]
     for text in read_texts(path):
+        if len(text) > MAX_TEXT and path.suffix.lower() == ".png":
+            return "a long compressed text, in which secrets cannot be looked for"
         for plain in (text, text.replace(b"\0", b"")):
             if secret := find_token(plain) or find_named(plain):
                 return secret
@@ -143,7 +145,7 @@ def read_png_texts(path: Path) -> Iterator[bytes]:
 
 def inflate(data: bytes) -> bytes:
     try:
-        return zlib.decompressobj().decompress(data, MAX_TEXT)
+        return zlib.decompressobj().decompress(data, MAX_TEXT + 1)
     except zlib.error:
         return b""
 

@@ -4,9 +4,10 @@ import dataclasses
 import re
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
-from ...errors import UserError
+from ...errors import UserError, format_error
 from ...kinds import read_json
 from ...models.configuration_decayed_vit_mae import PLAIN, DecayedViTMAEConfig, as_pair
 from ...models.modeling_decayed_vit_mae import (
@@ -84,7 +85,12 @@ def read_config(folder: Path, model_type: str, fields: dict) -> DecayedViTMAECon
         raise ConversionError(f"The config.json of '{folder}' is damaged: {error}") from error
     if actual_type != model_type:
         raise ConversionError(f"'{folder}' holds a model of type '{actual_type}', not '{model_type}'.")
-    return DecayedViTMAEConfig.from_pretrained(folder, **fields)
+    try:
+        return DecayedViTMAEConfig.from_pretrained(folder, **fields)
+    except (ValueError, StrictDataclassError) as error:
+        raise ConversionError(
+            f"The config.json of '{folder}' is no config of a masked autoencoder: {format_error(error)}"
+        ) from error
 
 
 def weight_files(folder: Path) -> list[Path]:
