@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, IterableDataset, Value
+from datasets import ClassLabel, Dataset, Features, IterableDataset, Value, concatenate_datasets
 from datasets import Image as ImageFeature
 from PIL import Image
 
-from hf_decayed.data.datasets import EpochBatchSampler, StreamedImages, TrainingImages, evaluation_images
-from hf_decayed.data.decoding import to_pixels
+from hf_decayed.data.datasets import EpochBatchSampler, EvaluationDataset, StreamedImages, TrainingImages
+from hf_decayed.data.decoding import decode_image, to_pixels
 from hf_decayed.data.keyed_random import sample_generator
-from hf_decayed.data.sources import find_columns, load_splits
+from hf_decayed.data.sources import HELD_OUT_RULE, find_columns, load_image_splits, load_splits, split_validation
 from hf_decayed.data.transforms import Augmentation, CenterCropProcessor, center_crop, crop_and_resize, crop_boxes
 from hf_decayed.errors import DataError
 
@@ -149,7 +149,7 @@ def test_every_kind_of_image():
     exif[0x0112] = 6  # the camera lay on its side
     Image.fromarray(np.zeros((10, 20, 3), np.uint8)).save(buffer, "JPEG", exif=exif)
     assert to_pixels(Image.open(buffer), 3).shape == (20, 10, 3)
-    with pytest.raises(DataError, match="1 or 3 channels; the model wants 4"):
+    with pytest.raises(DataError, match="3 .RGB.; the model takes 4"):
         to_pixels(Image.fromarray(colour), 4)
 
 
@@ -168,9 +168,9 @@ def test_bad_images_stop_or_are_counted():
     lazy = training_images(table, memory_limit=0, on_bad_image="skip")
     batch = lazy.__getitems__([(0, 2), (0, 3)])
     assert batch["pixel_values"].shape == (2, 3, 16, 16) and batch["bad_images"].tolist() == [1, 0]
-    with pytest.warns(UserWarning, match="Evaluating without 1 images"):
-        images, labels = evaluation_images(table, "picture", "kind", (16, 16), 3, on_bad_image="skip")
-    assert len(images) == len(labels) == 3
+    images = EvaluationDataset(table, "picture", "kind", CenterCropProcessor(16, 16), on_bad_image="skip")
+    batch = images.__getitems__([0, 1, 2, 3])
+    assert len(batch["pixel_values"]) == len(batch["labels"]) == 3 and batch["places"].tolist() == [0, 1, 3]
 
 
 def test_columns_are_found_by_type():
@@ -258,9 +258,59 @@ def test_the_middle_is_the_same_for_training_and_for_judging():
         augmentation = Augmentation(size, 3, 0, [0.5] * 3, [0.5] * 3, seed=0, crop_scale=None, horizontal_flip=False)
         keys = [(0, 0), (0, 1)]
         at_once = augmentation.batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), keys)["pixel_values"]
-        one_by_one = augmentation.each(list(pixels), keys)["pixel_values"]
+        one_by_one = augmentation.images(list(pixels), keys)["pixel_values"]
         judged = CenterCropProcessor(*size, signed=True)([Image.fromarray(each) for each in pixels])["pixel_values"]
         torch.testing.assert_close(judged, one_by_one)
         torch.testing.assert_close(judged, at_once, atol=3 / 127.5, rtol=0)  # Pillow rounds between its passes
     assert np.array_equal(center_crop(pixels[0], (40, 40)), pixels[0, :, 10:50])
     assert np.array_equal(center_crop(pixels[0], (20, 60)), pixels[0, 10:30])
+
+
+def test_held_out_images_depend_on_the_images_alone(tmp_path):
+    """One rule: for a table and a stream, in any order, of a part or the whole; copies of an image stay together."""
+    table = image_table([(8, 8)] * 120)
+    twice = concatenate_datasets([table, table.select(range(30))]).shuffle(seed=1)
+    twice.to_parquet(tmp_path / "images.parquet")
+    path = str(tmp_path / "images.parquet")
+
+    def contents(rows):
+        rows = rows.cast_column("picture", ImageFeature(decode=False))
+        return [row["picture"]["bytes"] for row in rows]
+
+    splits = load_image_splits(dataset_path=path)
+    held_out, train = contents(splits.held_out), contents(splits.train)
+    assert len(held_out) + len(train) == 150 and 4 <= len(held_out) <= 30
+    assert not set(held_out) & set(train) and splits.held_out_rule == HELD_OUT_RULE
+    streamed = load_image_splits(dataset_path=path, streaming=True)
+    assert sorted(contents(streamed.held_out)) == sorted(held_out)
+    assert sorted(contents(streamed.train)) == sorted(train)
+    part, _ = split_validation(load_splits(dataset_path=path)[0].select(range(60)), "picture")
+    assert set(contents(part)) <= set(held_out)
+    bundled = load_image_splits()
+    assert bundled.held_out_rule == "the evaluation split" and len(bundled.held_out) == 2000
+    few, rest = split_validation(table.select(range(3)), "picture")  # too few for one in ten: still one
+    assert len(few) >= 1 and len(few) + len(rest) == 3
+    with pytest.raises(DataError, match="All images are the same file"):
+        split_validation(table.select([0, 0]), "picture")
+
+
+def test_fingerprints_follow_the_images_and_not_their_folder(tmp_path):
+    table = image_table([(8, 8)] * 40)
+    for name, rows in (("here", table), ("there", table), ("other", table.select([*range(39), 0]))):
+        rows.to_parquet(tmp_path / f"{name}.parquet")
+    here, there, other = (
+        load_image_splits(dataset_path=str(tmp_path / f"{name}.parquet")).fingerprint()
+        for name in ("here", "there", "other")
+    )
+    assert here == there != other
+
+
+def test_numbers_that_are_no_colours_are_a_bad_image():
+    picture = np.ones((4, 4), dtype=np.float32)
+    picture[1, 2] = np.nan
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "TIFF")
+    record = {"bytes": buffer.getvalue(), "path": "nan.tiff"}
+    with pytest.raises(DataError, match="'nan.tiff' .row 3. cannot be decoded .it holds NaN or infinity"):
+        decode_image(record, 1, 3)
+    assert decode_image(record, 1, 3, on_bad_image="skip") is None

@@ -1,6 +1,5 @@
 """`training/uvit.py` and `sit.py`: they learn, they resume to the last bit, one process and two agree, they tell what is wrong."""
 
-import argparse
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ from transformers import CLIPImageProcessorPil
 from hf_decayed.data.datasets import DiffusionImages, EvaluationDataset
 from hf_decayed.data.keyed_random import sample_generator
 from hf_decayed.data.latents import CachedLatents, cache_latents, latent_images
-from hf_decayed.data.sources import load_splits
+from hf_decayed.data.sources import ImageSplits, load_splits
 from hf_decayed.data.transforms import Augmentation
 
 
@@ -78,22 +77,11 @@ def small_vae():
 def test_kept_latents_are_the_latents(tmp_path):
     """Kept in memory, read from the disk, encoded on the way: the same, mirrored or not; an interruption costs a shard."""
     vae, train = small_vae(), load_splits()[0].select(range(10))
-    options = argparse.Namespace(
-        image_size=28,
-        on_bad_image="stop",
-        seed=3,
-        horizontal_flip=True,
-        keep_latents=False,
-        latents_dir=tmp_path,
-        num_workers=0,
-        memory_limit_gb=1,
-    )
-    accelerator = Accelerator(cpu=True)
-    encoded = latent_images(vae, train, "image", "label", options, accelerator)
-    options.keep_latents = True
-    kept = latent_images(vae, train, "image", "label", options, accelerator)
-    options.memory_limit_gb = 0
-    on_disk = latent_images(vae, train, "image", "label", options, accelerator)
+    splits = ImageSplits("ten", train, train, "none", "image", "label")
+    settings = {"image_size": 28, "seed": 3, "accelerator": Accelerator(cpu=True)}
+    encoded = latent_images(vae, splits, **settings)
+    kept = latent_images(vae, splits, **settings, cache_dir=tmp_path)
+    on_disk = latent_images(vae, splits, **settings, cache_dir=tmp_path, memory_limit=0)
     assert kept.memory is not None and on_disk.memory is None and len(kept) == len(encoded) == 10
     keys = [(epoch, index) for epoch in (0, 1) for index in (7, 2, 9, 0)]
     batches = [each.__getitems__(keys) for each in (encoded, kept, on_disk)]
@@ -159,7 +147,7 @@ def test_training_on_latents(tmp_path):
     assert len(saved) > 4  # what is uploaded says nothing of this machine
     assert not any(str(tmp_path) in path.read_text() for path in saved if path.name != "arguments.json")
     refused = run_script("uvit.py", *flags, "--output_dir", tmp_path / "odd", "--image_size", 29, code=2)
-    assert "--image_size must be divisible by 2, which the autoencoder shrinks by, got 29" in refused.stderr
+    assert "--image_size must be divisible by the autoencoder's factor of 2, got 29" in refused.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,494 @@
+"""`hf_decayed.run`: what all training scripts have in common."""
+
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mae
+import numpy as np
+import pytest
+import torch
+import uvit
+from accelerate import Accelerator
+from conftest import ROOT, TINY_SIZES, random_weights, run_script
+from datasets import ClassLabel, Dataset, Features
+from datasets import Image as ImageFeature
+from diffusers.training_utils import EMAModel
+from PIL import Image
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel
+
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed.data.arguments import add_data_arguments
+from hf_decayed.data.sources import load_image_splits, load_splits
+from hf_decayed.errors import DataError, UserError, format_error
+from hf_decayed.models.image_processing_decayed import default_image_processor
+from hf_decayed.provenance import sanitized_command
+from hf_decayed.run.arguments import ScriptParser, add_run_arguments, add_training_arguments
+from hf_decayed.run.checkpoints import find_checkpoint, find_damage, random_state, save_checkpoint, set_random_state
+from hf_decayed.run.monitors import RepresentationMonitor
+from hf_decayed.run.optimization import ema_with_warmup, is_scaler_warmup
+from hf_decayed.run.records import MetricsFile, read_metrics
+from hf_decayed.run.run import check_signature, lock_output_dir
+from hf_decayed.run.state_files import load_state, save_state
+
+
+# Every script at a size of a second or two, with all that has state switched on.
+COMMON = ["--max_train_samples", 96, "--checkpointing_steps", 3, "--log_every", 1, "--cpu_threads", 1]
+SIZES = ["--set", "hidden_size=32", "--set", "patch_size=7", "--batch_size", 16, "--ema_decay", 0.9]
+DIFFUSION = [*SIZES, "--set", "num_layers=2", "--max_train_steps", 14, "--eval_samples", 0, "--sample_steps", 2]
+DIFFUSION += ["--sample_images", 4, "--gradient_accumulation_steps", 2]
+CLASSIFIER = ["--max_eval_samples", 40, "--batch_size", 16, "--max_train_steps", 14, "--ema_decay", 0.9]
+SCRIPTS = {
+    "mae": [*SIZES, "--set", "image_size=28", "--set", "num_hidden_layers=4", "--set", "decoder_num_hidden_layers=2"]
+    + ["--set", "intermediate_size=64", "--set", "hidden_dropout_prob=0.1", "--gradient_accumulation_steps", 2]
+    + ["--max_train_steps", 14, "--eval_train_samples", 40, "--eval_test_samples", 20],
+    "uvit": DIFFUSION,
+    "sit": DIFFUSION,
+    "finetune": ["MODEL", *CLASSIFIER, "--drop_path", 0.2, "--mixup", 0.8, "--rand_augment", 9],
+    "resnet": CLASSIFIER,
+    "linear_probe": ["MODEL", "--augment", "true", "--epochs", 2, "--batch_size", 12, "--max_eval_samples", 40],
+}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(0)
+    config = DecayedViTMAEConfig(**{**TINY_SIZES, "num_channels": 1})
+    random_weights(DecayedViTMAEForPreTraining(config)).save_pretrained(folder)
+    return folder
+
+
+def flags_of(script, pretrained, tmp_path):
+    flags = [pretrained if flag == "MODEL" else flag for flag in SCRIPTS[script]] + COMMON
+    return flags + (["--features_dir", tmp_path / "features"] if script == "linear_probe" else [])
+
+
+def weights(folder):
+    names = ("model.safetensors", "classifier.safetensors", "*/diffusion_pytorch_model.safetensors")
+    return load_file(next(path for name in names for path in folder.glob(name)))
+
+
+def start(script, *flags, processes=1):
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    launcher += ["--master_port", str(random.randint(20000, 40000))]
+    return subprocess.Popen(
+        [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "training" / script), *map(str, flags)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, process):
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_survives_kills(script, processes, pretrained, tmp_path):
+    """SIGKILL at random moments, in training and in writing; the end is bit-equal to that of a run never stopped."""
+    flags = flags_of(script, pretrained, tmp_path)
+    run_script(f"{script}.py", *flags, "--output_dir", tmp_path / "whole", processes=processes)
+    killed = [*flags, "--output_dir", tmp_path / "killed", "--resume_from_checkpoint", "latest"]
+    moments, metrics = random.Random(script), tmp_path / "killed" / "metrics.jsonl"
+    kills = 0
+    for _ in range(4):
+        process = start(f"{script}.py", *killed, processes=processes)
+        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        while process.poll() is None and (not metrics.exists() or metrics.stat().st_mtime_ns == before):
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.5))
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        kills += 1
+    assert kills >= 1
+    run_script(f"{script}.py", *killed, processes=processes)
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    losses = [
+        {
+            record["step"]: record["loss"]
+            for record in read_metrics(tmp_path / name / "metrics.jsonl")
+            if "loss" in record
+        }
+        for name in ("whole", "killed")
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sharded_training_resumes(tmp_path):
+    """FSDP2 on two CPU processes: checkpoints hold whole states, by name, and load into shards."""
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "num_processes": 2,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "use_cpu": True,
+        "mixed_precision": "no",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+        }
+        | {
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "DecayedViTMAELayer",
+        },
+    }
+    (tmp_path / "fsdp.yaml").write_text(json.dumps(config))
+    flags = [flag for flag in SCRIPTS["mae"] if flag not in ("--ema_decay", 0.9)] + COMMON
+    flags += ["--set", "hidden_dropout_prob=0.0"]
+    for name, more in (("whole", []), ("parts", []), ("parts", ["--resume_from_checkpoint", "latest"])):
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp.yaml")]
+        command += ["--main_process_port", str(random.randint(20000, 40000)), str(ROOT / "training" / "mae.py")]
+        command += [*map(str, flags), "--output_dir", str(tmp_path / name), *more]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        if name == "parts" and not more:
+            (tmp_path / "parts" / "results.json").unlink()
+            shutil.rmtree(max((tmp_path / "parts" / "checkpoints").iterdir()))
+    assert "resumed at step 9" in done.stdout
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_second_run_on_the_same_folder_is_refused(tmp_path):
+    """The lock names its holder, and a kill releases it."""
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"{LOCKING}; lock = lock_output_dir(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=f"in use by process {holder.pid} on {socket.gethostname()}: .*--output_dir"):
+        lock_output_dir(tmp_path)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    lock_output_dir(tmp_path).release()
+
+
+LOCKING = "import time; from pathlib import Path; from hf_decayed.run.run import lock_output_dir"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_resuming_refuses(tmp_path):
+    """Other images under the same name, another network, a second run: one sentence each, before anything is loaded."""
+    images = load_splits()[0]
+    images.select(range(200)).to_parquet(tmp_path / "images.parquet")
+    flags = [*SCRIPTS["mae"], *COMMON, "--dataset_path", tmp_path / "images.parquet", "--output_dir", tmp_path / "out"]
+    process = start("mae.py", *flags, "--max_train_steps", 2000)
+    wait_for(lambda: list((tmp_path / "out" / "checkpoints").glob("step-*")), process)
+    second = run_script("mae.py", *flags, code=2).stderr.strip().splitlines()[-1]
+    assert f"is in use by process {process.pid} on {socket.gethostname()}" in second
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    flags += ["--max_train_steps", 2000, "--resume_from_checkpoint", "latest"]
+    refused = run_script("mae.py", *flags, "--set", "hidden_size=64", code=2).stderr.strip().splitlines()[-1]
+    assert refused.startswith("mae.py: 'step-") and "belongs to another run (fields" in refused
+    images.select(range(200, 400)).to_parquet(tmp_path / "images.parquet")
+    refused = run_script("mae.py", *flags, code=2).stderr.strip().splitlines()[-1]
+    assert "belongs to another run (fingerprint" in refused and "Traceback" not in refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_loop_leaves_cleanly(signal_number, tmp_path):
+    process = start("mae.py", "--output_dir", tmp_path / "out", "--cpu_threads", 1)  # evaluates for seconds first
+    wait_for(lambda: (tmp_path / "out" / ".lock").exists(), process)
+    process.send_signal(signal_number)
+    _, errors = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in errors
+    last = errors.strip().splitlines()[-1]
+    assert f"mae.py: stopped by {signal_number.name} before the first step; nothing was changed" in last
+    run_script("mae.py", *SCRIPTS["mae"], *COMMON, "--max_train_steps", 2, "--output_dir", tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kilobytes", [1, 20, 60, 200])
+def test_a_full_disk_at_the_end_says_what_is_missing(kilobytes, tmp_path):
+    """Training goes on without checkpoints; at the end exit code 2 and the names, without a traceback."""
+    flags = [*SCRIPTS["mae"], *COMMON, "--output_dir", tmp_path / "out"]
+    command = [sys.executable, str(ROOT / "training" / "mae.py"), *map(str, flags)]
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f {kilobytes}; trap '' XFSZ; exec \"$@\"", "-", *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert "mae.py: not written: model" in done.stderr.strip().splitlines()[-1]
+    assert "No checkpoint at step 3: it could not be written" in done.stderr
+    assert "knn_accuracy" in done.stdout
+    assert not list((tmp_path / "out").rglob(".writing*"))
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--max_train_steps", "-5"], "--max_train_steps: must be at least 1, got -5"),
+        (["--max_train_steps", "0"], "--max_train_steps: must be at least 1, got 0"),
+        (["--max_train_samples", "0"], "--max_train_samples: must be at least 1, got 0"),
+        (["--cpu_threads", "-1"], "--cpu_threads: must be at least 1, got -1"),
+        (["--batch_size", "0"], "--batch_size: must be at least 1, got 0"),
+        (["--batch_size", "1.5"], "--batch_size: must be a whole number, got '1.5'"),
+        (["--max_grad_norm", "-1"], "--max_grad_norm: must be above 0, got -1"),
+        (["--weight_decay", "-1"], "--weight_decay: must be at least 0, got -1"),
+        (["--ema_decay", "2"], "--ema_decay: must be at least 0 and at most 1, got 2"),
+        (["--seed", "x"], "--seed: must be a whole number, got 'x'"),
+        (["--num_workers", "-1"], "--num_workers: must be at least 0, got -1"),
+        (["--weight_decay", "nan"], "--weight_decay: must be finite, got nan"),
+        (["--crop_scale", "nan", "nan"], "--crop_scale: must be finite, got nan"),
+        (["--image_size", "0"], "--image_size: must be at least 1, got 0"),
+        (["--class_dropout", "5"], "--class_dropout: must be at least 0 and at most 1, got 5"),
+    ],
+)
+def test_flags_out_of_range_are_one_line(flags, sentence, capsys):
+    script = uvit if flags[0] in ("--image_size", "--class_dropout") else mae
+    with pytest.raises(SystemExit) as stopped:
+        script.parse_arguments(flags)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 2 and len(lines) == 1 and f"argument {sentence}" in lines[0]
+
+
+def example_parser(tmp_path, **recipe):
+    (tmp_path / "recipes" / "example").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "recipes" / "example" / "tiny.yaml").write_text(json.dumps(recipe))
+    parser = ScriptParser(str(tmp_path / "example.py"), "An example.")
+    add_data_arguments(parser)
+    add_training_arguments(parser, batch_size=8)
+    add_run_arguments(parser, "evaluations", "--sample_every")
+    return parser
+
+
+def test_recipes_are_checked_as_flags_are(tmp_path, capsys):
+    parser = example_parser(tmp_path, batch_size=4, sample_every=7, fields={"x": 1})
+    options, recipe = parser.parse(["--weight_decay", "0.5"])
+    assert (options.batch_size, options.eval_every, options.weight_decay) == (4, 7, 0.5)
+    assert recipe["fields"] == {"x": 1}
+    for wrong, sentence in (({"batch_size": 0}, "must be at least 1, got 0"), ({"no_flag": 1}, "not a flag: no_flag")):
+        with pytest.raises(SystemExit):
+            example_parser(tmp_path, **wrong).parse([])
+        assert sentence in capsys.readouterr().err
+
+
+def test_what_may_change_on_resume_is_a_group_of_flags(tmp_path):
+    parser = example_parser(tmp_path)
+    options, _ = parser.parse(["--dataset_path", "a", "--log_every", "3", "--seed", "4"])
+    signature = parser.signature(options)
+    assert signature["seed"] == 4 and "batch_size" in signature and "cpu_threads" in signature
+    assert not signature.keys() & {"output_dir", "recipe", "dataset_path", "num_workers", "log_every", "push_to_hub"}
+    check_signature("step-1", signature, signature)
+    with pytest.raises(UserError, match="'step-1' belongs to another run .seed 4 -> 5.: resume with its flags"):
+        check_signature("step-1", signature, {**signature, "seed": 5})
+
+
+def test_state_files_hold_all_that_training_has(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict(), "random": random_state(torch.device("cpu"))}
+    state |= {"other": [None, True, 1.5, math.inf, "x", (1, {2: torch.zeros(0)})]}
+    save_state(tmp_path / "state.safetensors", state)
+    loaded = load_state(tmp_path / "state.safetensors")
+    torch.testing.assert_close(loaded["optimizer"], state["optimizer"], rtol=0, atol=0)
+    assert loaded["optimizer"]["state"].keys() == {0, 1}
+    assert loaded["other"][:5] == state["other"][:5] and loaded["other"][5][1][2].shape == (0,)
+    expected = (random.random(), np.random.rand(), torch.rand(1).item())
+    set_random_state(loaded["random"], torch.device("cpu"))
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+    with pytest.raises(TypeError, match="not Accelerator"):
+        save_state(tmp_path / "state.safetensors", {"x": Accelerator(cpu=True)})
+
+
+class Payload:
+    """Unpickled, it would leave a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
+    """Every file is safetensors or JSON; anything else, and any damage, makes it no checkpoint."""
+    accelerator, parts = Accelerator(cpu=True), {"model": {"weight": torch.ones(2)}}
+    path = save_checkpoint(accelerator, tmp_path / "checkpoints", 3, {"signature": {}}, parts, limit=2)
+    assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"} and find_damage(path) is None
+    evil = pickle.dumps(Payload(tmp_path / "code_was_run"))
+    for name, content in (("optimizer.bin", evil), ("average.pkl", evil), ("model.safetensors", evil)):
+        copy = shutil.copytree(path, tmp_path / "copy" / name)
+        (copy / name).write_bytes(content)
+        with pytest.raises(UserError, match="is not a complete checkpoint"):
+            find_checkpoint(str(copy), tmp_path)
+    for content in ("[]", "null", "{}", "3", '{"state.json": 3}', '{"state.json": [1, 2], "../x": [0, 0]}', "{"):
+        (path / "manifest.json").write_text(content)
+        assert find_damage(path), content
+        with pytest.warns(UserWarning, match="Skipping the checkpoint 'step-00000003'"):
+            assert find_checkpoint("latest", tmp_path / "checkpoints") is None
+    assert not (tmp_path / "code_was_run").exists()
+
+
+def test_a_monitor_and_the_command_give_the_same_number(tmp_path):
+    """kNN of the pooled feature, on the same images: one decoding, one processor, one extraction."""
+    torch.manual_seed(0)
+    config = DecayedViTMAEConfig(**{**TINY_SIZES, "num_channels": 1})
+    model = random_weights(DecayedViTMAEForPreTraining(config)).eval()
+    model.save_pretrained(tmp_path / "model")
+    splits = load_image_splits().take(200, 100)
+    processor = default_image_processor(config.image_size, 1)
+    monitor = RepresentationMonitor(Accelerator(cpu=True), splits, processor, config, 10_000, 5_000)
+    measured = monitor.evaluate(model)
+    command = [sys.executable, "-m", "hf_decayed.cli", "evaluate", tmp_path / "model", "--max_train_samples", 200]
+    command += [
+        "--max_eval_samples",
+        100,
+        "--features_dir",
+        tmp_path / "features",
+        "--output",
+        tmp_path / "found.json",
+    ]
+    subprocess.run(
+        [*map(str, command)], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
+    )
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert rows[f"last.{config.pooling}"]["knn_accuracy"] == measured["knn_accuracy"]
+    assert rows["pixels"]["knn_accuracy"] == monitor.evaluate_pixels()
+    assert rows["last.cls"]["effective_rank"] == pytest.approx(measured["effective_rank"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_training_and_sampling_draw_the_same_images(tmp_path):
+    run_script("sit.py", *DIFFUSION, *COMMON, "--output_dir", tmp_path / "sit", "--guidance_scale", 1)
+    command = ["sample", tmp_path / "sit", "--num", 4, "--num_inference_steps", 2, "--output", tmp_path / "samples"]
+    subprocess.run(
+        [sys.executable, "-m", "hf_decayed.cli", *map(str, command)],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    trained, sampled = (np.asarray(Image.open(tmp_path / name / "samples.png")) for name in ("sit", "samples"))
+    assert trained.shape == sampled.shape and np.abs(trained.astype(int) - sampled).max() <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_held_out_in_training_is_held_out_in_evaluation(tmp_path):
+    """Data without an evaluation split: training and held-out images of script and command add up to all of them."""
+    rows = load_splits()[0].select(range(300))
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=[str(number) for number in range(10)])})
+    Dataset.from_dict({"image": rows["image"], "label": rows["label"]}, features=features).to_parquet(
+        tmp_path / "images.parquet"
+    )
+    flags = [*SCRIPTS["mae"]] + ["--log_every", 1, "--cpu_threads", 1, "--max_train_steps", 2]
+    flags += ["--dataset_path", tmp_path / "images.parquet", "--output_dir", tmp_path / "mae"]
+    run_script("mae.py", *flags)
+    dataset = json.loads((tmp_path / "mae" / "results.json").read_text())["dataset"]
+    trained = int(dataset["used"].split()[0])
+    command = [sys.executable, "-m", "hf_decayed.cli", "evaluate", tmp_path / "mae", "--dataset_path"]
+    command += [tmp_path / "images.parquet", "--features_dir", tmp_path / "features", "--output", tmp_path / "x.json"]
+    subprocess.run([*map(str, command)], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    evaluated = json.loads((tmp_path / "x.json").read_text())["dataset"]
+    assert evaluated["number"] == {"train": trained, "test": 300 - trained} and 10 < 300 - trained < 60
+    assert evaluated["held_out"] == dataset["held_out"] and "CRC-32" in dataset["held_out"]
+
+
+def test_commands_keep_repositories_and_lose_paths(monkeypatch, tmp_path):
+    words = [
+        "mae.py",
+        "--dataset_name",
+        "uoft-cs/cifar100",
+        f"--dataset_path={tmp_path}/data",
+        "--init_from",
+        "../mine/model",
+    ]
+    words += ["--output_dir", "outputs/mae", "--vae", "~/models/vae", "--set", "decoder_input=latent"]
+    monkeypatch.setattr("sys.argv", words)
+    assert sanitized_command() == [
+        *("--dataset_name", "uoft-cs/cifar100", "--dataset_path=data", "--init_from", "model"),
+        *("--output_dir", "outputs/mae", "--vae", "vae", "--set", "decoder_input=latent"),
+    ]
+
+
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise DataError("The image 'cat.png' cannot be decoded.")
+
+
+def test_an_error_in_a_worker_is_one_sentence_too():
+    with pytest.raises(DataError) as raised:
+        next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))
+    assert format_error(raised.value) == "The image 'cat.png' cannot be decoded."
+    assert format_error(ValueError("two\n lines")) == "two lines"
+
+
+def test_metrics_survive_a_kill_and_skipped_steps(tmp_path):
+    log = MetricsFile(tmp_path / "metrics.jsonl", 0, writing=True)
+    assert log.recent("loss") is None
+    for step, loss in enumerate([4.0, 1.0, math.nan, 3.0]):
+        log.write({"step": step, "loss": loss})
+    assert log.recent("loss", number=2) == 2.0
+    with log.path.open("a") as file:
+        file.write('{"step": 4, "lo')  # the line that a killed process was writing
+    resumed = MetricsFile(log.path, 2, writing=True)
+    assert [record["step"] for record in resumed.records()] == [0, 1, 2]
+    assert len([json.loads(line) for line in log.path.read_text().splitlines()]) == 3
+
+
+def test_a_scaler_that_seeks_its_scale_loses_no_steps():
+    """fp16: the scale grows until gradients overflow, again and again; that is no step without a finite loss."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(1))  # it makes its scale when it is first used
+    assert is_scaler_warmup(scaler, 0.5) and not is_scaler_warmup(scaler, math.nan) and not is_scaler_warmup(None, 0.5)
+    scaler.update(new_scale=0.5)
+    assert not is_scaler_warmup(scaler, 0.5)
+
+
+def test_an_average_forgets_its_first_weights():
+    """By the rule of diffusers' EMAModel; with one rate from the first step on, a short run's average would be untrained."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 0.0)
+    average, theirs = (
+        AveragedModel(model, multi_avg_fn=ema_with_warmup(0.999)),
+        EMAModel(model.parameters(), decay=0.999),
+    )
+    for step in range(200):
+        torch.nn.init.constant_(model.weight, float(step > 0))
+        average.update_parameters(model)
+        theirs.step(model.parameters())
+    ours = average.module.weight.item()
+    assert ours > 0.99 and ours == pytest.approx(theirs.shadow_params[0].item(), abs=1e-3)
