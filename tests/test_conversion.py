@@ -183,7 +183,7 @@ def test_released_mae(depth, dropped, tmp_path, pixel_values, noise, capsys):
     assert "xiao7199/decayed_Identity_shortcuts" in card.text and "checkpoint.pth" in card.text
     assert str(tmp_path) not in card.content
     assert all(f"{name}.fc.0.weight" in card.text for name in dropped)
-    for text in (printed, card.text):  # what nobody told is said, what was set is recorded
+    for text in (printed, card.text):  # assumptions and fields set by hand are recorded
         assert "Assumed, because the file does not tell: norm_pix_loss=False, mask_ratio=0.75." in text
         assert "Set by hand: shortcut_decay=0.7" in text
 
@@ -294,7 +294,7 @@ def test_fields_set_on_a_vit_mae(tmp_path):
     assert ModelCard.load(tmp_path / "ours" / "README.md").data.license == "apache-2.0"
 
 
-def test_the_processor_goes_with_the_weights(tmp_path):
+def test_the_image_processor_is_copied(tmp_path):
     ViTMAEModel(ViTMAEConfig(**TINY_SIZES)).save_pretrained(tmp_path / "theirs")
     ViTImageProcessorPil(size={"height": 32, "width": 32}, image_mean=[0.5] * 3).save_pretrained(tmp_path / "theirs")
     convert("vit-mae", tmp_path / "theirs", tmp_path / "ours")
@@ -391,7 +391,7 @@ def test_bad_input(tmp_path, capsys):
     assert "holds no state dict" in fail(tmp_path / "list.pth", *heads, decay)
 
 
-def test_odd_files_get_a_sentence_too(tmp_path, capsys):
+def test_odd_files_get_one_sentence(tmp_path, capsys):
     weights = timm_weights(4)
 
     def fail(change, kind="fb-mae", **more):
@@ -438,7 +438,7 @@ def test_help(capsys):
     explained = capsys.readouterr().out
     assert "alpha * x + f(x)" in explained and "from nothing to a repository" in explained
     commands = re.findall(r"^    (\w+) +\w", explained, re.MULTILINE)
-    assert commands == ["convert", "sample", "card", "publish"]
+    assert commands == ["convert", "evaluate", "sample", "card", "publish"]
     for command in commands:
         with pytest.raises(SystemExit) as stopped:
             main([command, "--help"])
@@ -476,7 +476,7 @@ def test_missing_folders_take_one_line(command, model, tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-# Diffusion: weights under the official names, written out from a model of ours, must come back as that model.
+# Diffusion: weights of our model under the official names must be converted back to the same model.
 
 
 def fused(state, prefix):
@@ -526,9 +526,9 @@ def sit_weights(released, **arguments):
         weights |= {f"{theirs}.{n}": state[f"{ours}.{n}"] for n in ("weight", "bias") if f"{ours}.{n}" in state}
     weights["pos_embed"] = state["position_embedding"]
     for number in range(4):
-        place = f"blocks.{number}." if not released else f"{('enc', 'dec')[number // 2]}_blocks.{number % 2}."
+        prefix = f"blocks.{number}." if not released else f"{('enc', 'dec')[number // 2]}_blocks.{number % 2}."
         block = official_block(state, f"transformer_blocks.{number}.", "skip")
-        weights |= {place + name: tensor for name, tensor in block.items()}
+        weights |= {prefix + name: tensor for name, tensor in block.items()}
     return model, weights
 
 
@@ -540,7 +540,7 @@ def sit_weights(released, **arguments):
         ({"in_channels": 4, "num_classes": 6, "final_conv": False}, {"shortcut_decay": 0.9}),
     ],
 )
-def test_uvit_comes_back(arguments, fields, tmp_path):
+def test_uvit(arguments, fields, tmp_path):
     model, weights = uvit_weights(**arguments, **fields)
     torch.save(weights, tmp_path / "nnet_ema.pth")
     summary = convert("uvit", tmp_path / "nnet_ema.pth", tmp_path / "out", {"num_attention_heads": 4, **fields})
@@ -561,8 +561,8 @@ def test_uvit_comes_back(arguments, fields, tmp_path):
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_sit_comes_back(released, tmp_path):
-    """From what its training writes: the average of the weights beside weights, optimizer and arguments."""
+def test_sit(released, tmp_path):
+    """From what its training writes: the EMA of the weights beside weights, optimizer and arguments."""
     model, weights = sit_weights(released, learned_sigma=True)
     others = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     contents = {"model": others, "ema": weights, "opt": {"state": {}}, "args": argparse.Namespace(seed=0)}
@@ -579,14 +579,14 @@ def test_sit_comes_back(released, tmp_path):
 
 
 def test_uvit_without_a_null_class(tmp_path):
-    """As official networks of ImageNet at 64 pixels: all rows of their table are classes."""
+    """As the official networks of ImageNet at 64 pixels: every row of the class table is a class."""
     model, weights = uvit_weights(num_classes=6)
     torch.save({**weights, "label_emb.weight": weights["label_emb.weight"][:6]}, tmp_path / "nnet.pth")
     summary = convert("uvit", tmp_path / "nnet.pth", tmp_path / "out", {"num_attention_heads": 4})
     assert "6 classes and no null class" in summary and "give --set num_classes=5" in summary
-    found = DecayedUViT2DModel.from_pretrained(tmp_path / "out", subfolder="unet").class_embedding.weight
-    assert torch.equal(found[:6], model.class_embedding.weight[:6]) and not found[6].any()
-    # Nobody is to draw with the row that stands in for it.
+    table = DecayedUViT2DModel.from_pretrained(tmp_path / "out", subfolder="unet").class_embedding.weight
+    assert torch.equal(table[:6], model.class_embedding.weight[:6]) and not table[6].any()
+    # The row of zeros in its place must not be sampled with.
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
     for arguments in ({"class_labels": 1, "guidance_scale": 2.0}, {"batch_size": 2}):
         with pytest.raises(ValueError, match="trained with a class for every image"):

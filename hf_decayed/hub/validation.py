@@ -38,7 +38,7 @@ TABLE_RULE = re.compile(r"\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?")
 
 # Numbers in sentences. What stands before or after tells claims from versions, sizes and settings.
 NOT_PROSE = re.compile(r"<!--.*?-->|`[^`]*`|\]\([^)]*\)|https?://\S+", re.DOTALL)
-DECIMAL = re.compile(r"(?<![\w.])(?<![A-Za-z]-)-?(?:\d+\.\d+|\.\d+)(?:[eE][+-]?\d+)?(?![.\d])")
+DECIMAL = re.compile(r"(?<![\w.])(?<![A-Za-z]-)-?(?:\d+\.\d+|\.\d+)(?:[eE][+-]?\d+)?(?!\.?\d)")
 WHOLE_NUMBER = re.compile(r"(?<![\w.,-])\d+(?![\w.,-]*\d)")
 METRIC = (
     r"\b(?:accuracy|precision|recall|coverage|density|distance|loss|rank|error|score|kNN|FID|KID|PSNR|SSIM|m?IoU|AUC|F1|"
@@ -46,7 +46,10 @@ METRIC = (
 )
 NEAR_METRIC = re.compile(METRIC + r"[^.;|]{0,40}$", re.IGNORECASE)
 METRIC_IS = re.compile(
-    METRIC + r"\W{1,3}(?:(?:of|is|was|at|to|about|around|nearly|up|over|reaches)\s+)*$", re.IGNORECASE
+    METRIC
+    + r"\W{1,3}(?:(?:an?|the|of|is|was|are|were|at|to|from|by|about|around|nearly|almost|only|up|over|under|below|above|"
+    r"reach|reaches|falls|fell|drops|rises|rose|grows|improves|equals)\s+)*$",
+    re.IGNORECASE,
 )
 VERSION = re.compile(
     r"(?:[<>=~!]=|\bversions?|\bv|\bpython|torch|\btransformers|\bdiffusers|\bcuda|\brelease|\bCC[ -]BY[\w -]*|GPL|Apache)"
