@@ -14,18 +14,18 @@ from accelerate import Accelerator
 from . import __version__
 
 
-def sanitized_command() -> list[str]:
-    """The command line; of files and folders elsewhere than under this one it holds the name, not where they lie."""
+def sanitized_command(arguments: list[str] | None = None) -> list[str]:
+    """The arguments of the command line without local paths: only the name is kept of a path that leaves this folder."""
     words = []
-    for word in sys.argv[1:]:
+    for word in sys.argv[1:] if arguments is None else arguments:
         flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        elsewhere = Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts
-        words.append(shlex.quote(flag + equals + (Path(value).name if elsewhere else value)))
+        outside = Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts
+        words.append(shlex.quote(flag + equals + (Path(value).name if outside else value)))
     return words
 
 
 def describe_hardware(accelerator: Accelerator) -> str:
-    """Of all processes, if they are alike."""
+    """Devices of all processes, which are taken to be alike."""
     number, device = accelerator.num_processes, accelerator.device
     if device.type == "cpu":
         threads = number * torch.get_num_threads()
@@ -44,7 +44,7 @@ def versions() -> dict[str, str]:
 
 
 def model_fingerprint(model: torch.nn.Module) -> str:
-    """Of weights and config: the same for the same model, wherever it lies."""
+    """A hash of weights and config: the same for the same model, wherever it is stored."""
     digest = hashlib.sha256(type(model).__name__.encode())
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
     meaning = {
@@ -58,7 +58,7 @@ def model_fingerprint(model: torch.nn.Module) -> str:
 
 
 def pipeline_fingerprint(pipeline) -> str:
-    """Of weights and config of every network in it, and of its own config."""
+    """A hash of the weights and configs of all networks in a pipeline, and of its own config."""
     networks = {
         name: model_fingerprint(component)
         for name, component in pipeline.components.items()
@@ -69,5 +69,5 @@ def pipeline_fingerprint(pipeline) -> str:
 
 
 def public_config(config) -> dict:
-    """Without what the library notes for itself, in whatever order."""
+    """A diffusers config without the library's private entries."""
     return {name: value for name, value in config.items() if not name.startswith("_") or name == "_class_name"}

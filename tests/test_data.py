@@ -170,7 +170,7 @@ def test_bad_images_stop_or_are_counted():
     assert batch["pixel_values"].shape == (2, 3, 16, 16) and batch["bad_images"].tolist() == [1, 0]
     images = EvaluationDataset(table, "picture", "kind", CenterCropProcessor(16, 16), on_bad_image="skip")
     batch = images.__getitems__([0, 1, 2, 3])
-    assert len(batch["pixel_values"]) == len(batch["labels"]) == 3 and batch["places"].tolist() == [0, 1, 3]
+    assert len(batch["pixel_values"]) == len(batch["labels"]) == 3 and batch["indices"].tolist() == [0, 1, 3]
 
 
 def test_columns_are_found_by_type():

@@ -239,7 +239,7 @@ class EvaluationDataset(torch.utils.data.Dataset):
         pixels = [decoded[index][0] for index in good]
         batch = {
             "labels": torch.tensor([decoded[index][1] for index in good]),
-            "places": torch.tensor(good),
+            "indices": torch.tensor(good),
             "checksums": torch.tensor([zlib.crc32(array.tobytes()) for array in pixels]),
         }
         if good:

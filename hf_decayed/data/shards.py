@@ -121,7 +121,7 @@ def encode_batch(encode: Encoder, batch: dict, accelerator: Accelerator) -> dict
     if "pixel_values" not in batch:  # none of its images could be decoded
         return {}
     with accelerator.autocast():
-        features = encode(batch["pixel_values"].to(accelerator.device), batch["places"].tolist())
+        features = encode(batch["pixel_values"].to(accelerator.device), batch["indices"].tolist())
     features = {name: feature.float().cpu() for name, feature in features.items()}
     return {**features, "labels": batch["labels"], "checksums": batch["checksums"]}
 

@@ -16,9 +16,9 @@ from ..data.sources import ImageSplits, load_image_splits
 from ..errors import UserError, explain_loading_errors, format_error
 from ..provenance import pipeline_fingerprint, public_config, sanitized_command, versions
 from .arguments import parse_arguments
-from .blocks import evaluate_blocks, pipeline_network
+from .blocks import evaluate_blocks
 from .encoders import FEATURE_METRICS, FeatureMetrics, evaluate_encoder
-from .features import Extraction, hash_json
+from .features import Extraction, hash_json, pipeline_network
 from .generation import SampledImages, SampleMetrics, evaluate_samples
 from .sampling import load_pipeline, sample
 from .tables import protocol_text, results_tables
@@ -40,8 +40,7 @@ def evaluate(arguments: list[str] | None = None) -> str:
         **results,
         "protocol_hash": hash_json(results["protocol"]),
         "seconds": round(time.time() - started, 1),
-        # `hf-decayed evaluate` has a word before the arguments, `python -m hf_decayed.evaluation` has none.
-        "command": " ".join(["hf-decayed", "evaluate", *sanitized_command()[-len(arguments) :]]),
+        "command": " ".join(["hf-decayed", "evaluate", *sanitized_command(arguments)]),
         "versions": versions(),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)

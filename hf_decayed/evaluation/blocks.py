@@ -12,7 +12,7 @@ from ..data.transforms import CenterCropProcessor
 from ..errors import UserError
 from ..provenance import pipeline_fingerprint, public_config
 from .encoders import FeatureMetrics, FeatureSource, evaluate_features
-from .features import Extraction, diffusion_encoder
+from .features import Extraction, diffusion_encoder, pipeline_network
 
 
 NOISE_LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
@@ -49,16 +49,6 @@ def evaluate_blocks(
         results |= block_grid(results["rows"], blocks, noise_levels)
         results["grid"]["label"] = f"noise level: {noise_level_unit(network)}"
     return results
-
-
-def pipeline_network(pipeline) -> torch.nn.Module:
-    """The denoising network of a pipeline."""
-    for name in ("unet", "transformer"):
-        if hasattr(pipeline, name):
-            return getattr(pipeline, name)
-    raise UserError(
-        f"{type(pipeline).__name__} has neither a `unet` nor a `transformer`, whose blocks could be evaluated."
-    )
 
 
 def find_blocks(network: torch.nn.Module) -> list[str]:

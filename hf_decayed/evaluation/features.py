@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from ..data.datasets import EvaluationDataset
 from ..data.keyed_random import sample_generator
 from ..data.shards import Encoder, read_shards, write_shards
+from ..errors import UserError
 from ..models.modeling_decayed_vit_mae import pool_tokens
 
 
@@ -190,3 +191,11 @@ def pool_features(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
 def hash_json(value) -> str:
     """Short hash of a JSON-plain value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def pipeline_network(pipeline) -> torch.nn.Module:
+    """The network of a diffusion pipeline, which diffusers calls `unet` or `transformer`."""
+    for name in ("unet", "transformer"):
+        if hasattr(pipeline, name):
+            return getattr(pipeline, name)
+    raise UserError(f"{type(pipeline).__name__} has neither a `unet` nor a `transformer`.")

@@ -258,7 +258,7 @@ class SampledImages(torch.utils.data.Dataset):
         return {
             "pixel_values": torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255,
             "labels": torch.full((len(indices),), -1),
-            "places": torch.tensor(indices),
+            "indices": torch.tensor(indices),
             "checksums": torch.tensor([zlib.crc32(image.tobytes()) for image in images]),
         }
 

@@ -1,14 +1,13 @@
-"""Many samples of a pipeline, the same whatever the number of processes, in shards that outlive an interruption.
+"""Draws many samples from a pipeline: the same ones for any number of processes, and again after an interruption.
 
     hf-decayed sample outputs/uvit --num 36 --output samples
     accelerate launch --num_processes 8 -m hf_decayed.cli sample user/model --num 50000 --output samples --format npz
 
-Image i is drawn from a generator of its own, seeded by (seed, i), and always shares its batch with the same others.
+Image i has its own generator, seeded by (seed, i), and is always in the same batch.
 """
 
 import inspect
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -23,10 +22,15 @@ from tqdm.auto import tqdm
 
 from ..data.keyed_random import sample_seed
 from ..data.latents import load_vae
+from ..data.shards import has_valid_shard, load_shard, write_shard
 from ..errors import UserError, explain_loading_errors, format_error
 from ..kinds import package_class, read_class_name, read_json
 from ..plots import save_grid
 from ..provenance import pipeline_fingerprint, public_config
+from .features import pipeline_network
+
+
+PICTURE_IMAGES = 64
 
 
 def sample(
@@ -44,35 +48,37 @@ def sample(
     vae: str | None = None,
     accelerator: Accelerator | None = None,
 ) -> str:
-    """Samples into the folder `output`; all processes call it. Returns what was done.
+    """Draws samples into the folder `output`; all processes call it. Returns a sentence for the user.
 
     Args:
         model (`str` or `DiffusionPipeline`): A pipeline, or its folder or repository.
-        num (`int`, defaults to 36): How many.
+        num (`int`, defaults to 36): Number of samples.
         classes (`str`, defaults to `"all"`):
-            `all` takes the classes in turn, `none` leaves the class open, else names or numbers with commas between.
+            `all` takes the classes in turn, `none` draws without a class, else names or numbers separated by commas.
         file_format (`str`, defaults to `"png"`):
-            `png`: a file for each. `npz`: one file with `arr_0`, bytes `(num, height, width, channels)`, as the usual
-            evaluators read it. A picture of the first ones comes with both.
-        vae (`str`, *optional*): Autoencoder for a pipeline of latents that has none, as converted ones.
+            `png`: a file for each sample. `npz`: one file with `arr_0`, bytes `(num, height, width, channels)`, which the
+            usual evaluators read. Both come with a picture of the first samples.
+        vae (`str`, *optional*): Autoencoder for a pipeline of latents that has none, such as a converted one.
     """
     for name, value in (("num", num), ("batch_size", batch_size), ("num_inference_steps", num_inference_steps)):
         if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}.")
+            raise UserError(f"`{name}` must be at least 1, got {value}.")
     if file_format not in ("png", "npz"):
-        raise ValueError(f"`format` must be png or npz, got {file_format!r}.")
+        raise UserError(f"`format` must be png or npz, got {file_format!r}.")
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     pipeline = load_pipeline(model, revision, trust_remote_code, vae) if isinstance(model, str) else model
     pipeline = pipeline.to(accelerator.device)
     pipeline.set_progress_bar_config(disable=True)
-    labels = sample_labels(pipeline, classes, num)
+    output = Path(output)
+    check_disk_space(pipeline, output, num)
+    labels = class_cycle(pipeline, classes)
     known = inspect.signature(pipeline.__call__).parameters
-    # Said even if it is 1: some of diffusers' own would take more by themselves.
+    # Passed even if it is 1: some pipelines of diffusers have a larger default.
     guidance = {"guidance_scale": guidance_scale} if guidance_scale != 1.0 or "guidance_scale" in known else {}
     for name in (*guidance, "batch_size" if labels is None else "class_labels"):
         if name not in known:
-            raise ValueError(f"{type(pipeline).__name__} takes no `{name}`; it takes {', '.join(known)}.")
-    identity = {
+            raise UserError(f"{type(pipeline).__name__} takes no `{name}`; it takes {', '.join(known)}.")
+    settings = {
         "model": pipeline_fingerprint(pipeline),
         "num": num,
         "classes": classes,
@@ -82,55 +88,74 @@ def sample(
         "seed": seed,
         "batch_size": batch_size,
     }
-    output, shards = Path(output), Path(output) / "shards"
-    identity = json.loads(json.dumps(identity, default=str))
-    done = f"{num} samples ({file_format}), samples.png, sampling.json: {output}"
+    settings = json.loads(json.dumps(settings, default=str))
+    summary = f"{num} samples ({file_format}), samples.png, sampling.json: {output}"
     with accelerator.main_process_first():
-        finished = prepare_samples_dir(output, identity)
-    if file_format in finished:
-        return done
+        finished = prepare_samples_dir(output, settings)
+    batches = [
+        range(start, min(start + batch_size, num))
+        for start in range(0, num, batch_size)
+        if needs_drawing(output, range(start, min(start + batch_size, num)), file_format, finished)
+    ]
+    if not batches:
+        return summary
 
-    batches = range(math.ceil(num / batch_size))
-    mine = [b for b in batches if b % accelerator.num_processes == accelerator.process_index]
-    missing = [batch for batch in mine if not (shards / f"{batch:06d}.npy").exists()]
-    bar = tqdm(
-        total=len(mine), initial=len(mine) - len(missing), unit="batch", disable=not accelerator.is_main_process
-    )
-    for batch in missing:
-        places = range(batch * batch_size, min((batch + 1) * batch_size, num))
+    mine = batches[accelerator.process_index :: accelerator.num_processes]
+    missing = [indices for indices in mine if not has_valid_shard(shard_path(output, indices))]
+    for indices in tqdm(missing, unit="batch", disable=not accelerator.is_main_process):
+        chosen = {"batch_size": len(indices)}
+        if labels is not None:
+            chosen = {"class_labels": [labels[index % len(labels)] for index in indices]}
         images = pipeline(
             **guidance,
-            **({"batch_size": len(places)} if labels is None else {"class_labels": [labels[i] for i in places]}),
+            **chosen,
             num_inference_steps=num_inference_steps,
             # On the CPU, so that every device draws the same.
-            generator=[torch.Generator().manual_seed(sample_seed(seed, place)) for place in places],
+            generator=[torch.Generator().manual_seed(sample_seed(seed, index)) for index in indices],
             output_type="np",
         ).images
-        if not np.isfinite(images).all():  # of other people's pipelines; ours say so themselves
-            raise ValueError(
-                "The samples hold NaN or infinity, so there are no images: try float32, or less guidance."
-            )
-        images = (255 * images.clip(0, 1)).round().astype(np.uint8)
-        shards.mkdir(exist_ok=True)
-        temporary = shards / f".writing-{batch:06d}.npy"
-        np.save(temporary, images)
-        os.replace(temporary, shards / f"{batch:06d}.npy")
-        bar.update()
-    bar.close()
-    accelerator.wait_for_everyone()
-    if file_format == "png":  # each process its own, so that none waits long for another
-        (output / "images").mkdir(exist_ok=True)
-        for batch in mine:
-            for place, image in enumerate(np.load(shards / f"{batch:06d}.npy"), batch * batch_size):
-                image = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
-                image.save(output / "images" / f"{place:06d}.png")
+        if not np.isfinite(images).all():  # of other people's pipelines; ours raise this error themselves
+            raise UserError("The samples hold NaN or infinity, so there are no images: try float32, or less guidance.")
+        pixels = torch.from_numpy((255 * images.clip(0, 1)).round().astype(np.uint8))
+        shard_path(output, indices).parent.mkdir(exist_ok=True)
+        write_shard(shard_path(output, indices), [{"images": pixels}])
+    if file_format == "png":  # every process its own, so that none waits long for another
+        for indices in mine:
+            write_images(output / "images", indices, load_shard(shard_path(output, indices))["images"].numpy())
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        write_samples(output, [shards / f"{batch:06d}.npy" for batch in batches], num, file_format)
-        write_record(output, {**identity, "finished": [*finished, file_format]})
-        shutil.rmtree(shards)
+        if file_format == "npz":
+            write_npz(output / "samples.npz", [shard_path(output, indices) for indices in batches])
+        save_grid(output / "samples.png", first_images(output, min(num, PICTURE_IMAGES), file_format) / 255)
+        write_record(output, {**settings, "finished": sorted({*finished, file_format})})
+        shutil.rmtree(output / "shards", ignore_errors=True)
     accelerator.wait_for_everyone()
-    return done
+    return summary
+
+
+def check_disk_space(pipeline: DiffusionPipeline, output: Path, num: int) -> None:
+    """Refuses a number of samples that does not fit the disk, before anything is drawn."""
+    config = pipeline_network(pipeline).config
+    size = config.get("sample_size") or 1
+    height, width = (size, size) if isinstance(size, int) else size
+    needed = num * height * width * config.get("in_channels", 1)  # one byte a value; latents are smaller than images
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(
+            f"{num} samples need at least {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free: lower --num."
+        )
+
+
+def needs_drawing(output: Path, indices: range, file_format: str, finished: list[str]) -> bool:
+    """Whether a batch is to be drawn: one of its images is missing, or the one file of all samples."""
+    if file_format == "npz":
+        return "npz" not in finished or not (output / "samples.npz").exists()
+    return not all((output / "images" / f"{index:06d}.png").exists() for index in indices)
+
+
+def shard_path(output: Path, indices: range) -> Path:
+    return output / "shards" / f"{indices.start:09d}.safetensors"
 
 
 def load_pipeline(
@@ -184,45 +209,45 @@ def load_component(model: str, name: str, entry: list, revision: str | None):
         )
     try:
         return component_class.from_pretrained(model, subfolder=name, revision=revision)
-    except (
-        Exception
-    ) as error:  # damaged JSON, values of wrong types, weights of other shapes: whatever the library raises
+    except Exception as error:  # damaged JSON, wrong types, weights of other shapes: whatever the library raises
         raise UserError(f"'{name}' of '{model}' is no {entry[1]}: {format_error(error)}") from error
 
 
-def sample_labels(pipeline, classes: str, num: int) -> list[int] | None:
-    """A class for each sample, or `None`."""
-    network = pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
-    number = getattr(network.config, "num_classes", 0)
-    if classes == "none" or (classes == "all" and number == 0):
+def class_cycle(pipeline: DiffusionPipeline, classes: str) -> list[int] | None:
+    """Class labels that samples take in turn; `None` for samples without a class."""
+    num_classes = pipeline_network(pipeline).config.get("num_classes") or 0
+    if classes == "none" or (classes == "all" and num_classes == 0):
         return None
     if classes == "all":
-        return [place % number for place in range(num)]
+        return list(range(num_classes))
     names = getattr(pipeline, "label2id", {})
-    wanted = [classes] if classes in names else [each.strip() for each in classes.split(",")]  # names may have commas
-    wanted = [int(each) if each.isdecimal() else each for each in wanted]
-    # Diffusers' own take numbers, and check them themselves.
-    chosen = pipeline.labels_of(wanted, 1) if hasattr(pipeline, "labels_of") else wanted
-    return [chosen[place % len(chosen)] for place in range(num)]
+    requested = (
+        [classes] if classes in names else [name.strip() for name in classes.split(",")]
+    )  # names may have commas
+    requested = [int(name) if name.isdecimal() else name for name in requested]
+    # Pipelines of diffusers take numbers, and check them themselves.
+    return pipeline.labels_of(requested, 1) if hasattr(pipeline, "labels_of") else requested
 
 
-def prepare_samples_dir(output: Path, identity: dict) -> list[str]:
-    """Makes the folder, or goes on in one that was begun with the same settings; the formats that are finished."""
+def prepare_samples_dir(output: Path, settings: dict) -> list[str]:
+    """Creates the folder, or checks that an existing one has the same settings; returns the formats that are finished."""
     record = output / "sampling.json"
     if record.exists():
-        found = json.loads(record.read_text())
+        recorded = read_json(record)
         changed = [
-            f"{name} {found.get(name)} -> {value}" for name, value in identity.items() if found.get(name) != value
+            f"{name} {recorded.get(name)} -> {value}"
+            for name, value in settings.items()
+            if recorded.get(name) != value
         ]
-        begun = found.get("finished") or any((output / "shards").glob("[!.]*"))
-        if changed and begun:  # a command that was refused before it drew anything holds nothing
-            raise ValueError(f"'{output}' holds other samples ({', '.join(changed)}): name another --output.")
+        started = recorded.get("finished") or any((output / "shards").glob("[!.]*"))
+        if changed and started:  # a command that was refused before it drew anything has left nothing
+            raise UserError(f"'{output}' holds other samples ({', '.join(changed)}): name another --output.")
         if not changed:
-            return found.get("finished", [])
+            return recorded.get("finished", [])
     elif output.exists() and any(output.iterdir()):
-        raise ValueError(f"'{output}' holds files that are no samples: name another --output.")
+        raise UserError(f"'{output}' holds files that are no samples: name another --output.")
     (output / "shards").mkdir(parents=True, exist_ok=True)
-    write_record(output, identity)
+    write_record(output, settings)
     return []
 
 
@@ -232,15 +257,26 @@ def write_record(output: Path, record: dict) -> None:
     os.replace(temporary, output / "sampling.json")
 
 
-def write_samples(output: Path, shards: list[Path], num: int, file_format: str) -> None:
-    """A picture of the first samples, and for `npz` the one file."""
-    first = np.load(shards[0])
-    save_grid(output / "samples.png", first[:64] / 255)
+def write_images(folder: Path, indices: range, images: np.ndarray) -> None:
+    folder.mkdir(exist_ok=True)
+    for index, image in zip(indices, images):
+        temporary = folder / f".writing-{index:06d}.png"
+        Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image).save(temporary)
+        os.replace(temporary, folder / f"{index:06d}.png")
+
+
+def write_npz(path: Path, shards: list[Path]) -> None:
+    """One file with all samples."""
+    images = np.concatenate([load_shard(shard)["images"].numpy() for shard in shards])
+    temporary = path.with_name(".writing.npz")
+    np.savez(temporary, arr_0=images)
+    os.replace(temporary, path)
+
+
+def first_images(output: Path, number: int, file_format: str) -> np.ndarray:
+    """Bytes `(number, height, width, channels)`."""
     if file_format == "npz":
-        images, place = np.empty((num, *first.shape[1:]), dtype=np.uint8), 0
-        for shard in shards:
-            part = np.load(shard)
-            images[place : place + len(part)] = part
-            place += len(part)
-        np.savez(output / ".writing.npz", arr_0=images)
-        os.replace(output / ".writing.npz", output / "samples.npz")
+        with np.load(output / "samples.npz") as arrays:
+            return arrays["arr_0"][:number]
+    images = [np.asarray(Image.open(output / "images" / f"{index:06d}.png")) for index in range(number)]
+    return np.stack([image if image.ndim == 3 else image[..., None] for image in images])

@@ -19,7 +19,7 @@ from ..data.shards import encode_dataset
 from ..data.sources import ImageSplits, take_subset
 from ..data.transforms import CenterCropProcessor
 from ..evaluation import effective_rank, frechet_distance, knn_accuracy, skip_ablation
-from ..evaluation.features import transformer_encoder, with_pixels
+from ..evaluation.features import pipeline_network, transformer_encoder, with_pixels
 from ..evaluation.generation import pixel_features
 from ..plots import reconstructions, save_grid, save_reconstructions
 
@@ -165,8 +165,7 @@ class SampleMonitor:
 
     def evaluate(self, pipeline) -> dict[str, float]:
         """The distance between samples and as many training images; nothing where a sample is not finite."""
-        network = getattr(pipeline, "unet", None) or pipeline.transformer
-        with evaluation_mode(network):
+        with evaluation_mode(pipeline_network(pipeline)):
             self.samples = self.draw(pipeline)
         if not torch.isfinite(self.samples).all():
             self.accelerator.print("no picture: some samples are not finite")

@@ -92,8 +92,8 @@ class Run:
             f"{self.num_processes} process(es) on {self.device.type}, precision {self.accelerator.mixed_precision}"
         )
         self.check_batch_size(options.batch_size)
-        self.lock = lock_output_dir(options.output_dir) if self.is_main_process else None
         self.repository = create_repository(options.push_to_hub, self.accelerator)
+        self.lock = lock_output_dir(options.output_dir) if self.is_main_process else None
 
         self.step, self.total_steps, self.steps_per_epoch = 0, 0, None
         self.skipped_steps, self.bad_images, self.earlier_bad_images, self.earlier_seconds = 0, 0, 0, 0.0
