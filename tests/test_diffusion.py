@@ -1,4 +1,4 @@
-"""U-ViT and SiT with decayed shortcuts, their pipelines and SiT's sampler: the formulas, by hand and on solvable cases."""
+"""U-ViT and SiT with decayed shortcuts, their pipelines and SiT's sampler: formulas by hand, and cases with known answers."""
 
 import itertools
 import json
@@ -32,6 +32,8 @@ from PIL import Image
 from torch.nn import functional as F
 
 from hf_decayed.cli import main
+from hf_decayed.data.shards import write_shard
+from hf_decayed.evaluation.sampling import shard_path
 from hf_decayed.models import shortcut_decay, transformer_decayed_sit, unet_decayed_uvit
 from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
@@ -44,8 +46,8 @@ SIZES = {"sample_size": 8, "in_channels": 3, "hidden_size": 32, "num_layers": 4,
 MODELS = [DecayedUViT2DModel, DecayedSiTTransformer2DModel]
 
 
-def made(model_class, **arguments):
-    """With random weights everywhere, so that no branch is silent."""
+def random_model(model_class, **arguments):
+    """A model with random weights everywhere, so that no branch has a zero output."""
     model = model_class(**{**SIZES, "num_classes": 5, **arguments})
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,7 +81,7 @@ def attend(x, weights, heads):
     query, key, value = (
         F.linear(x, weights[f"attn.to_{name}.weight"], weights.get(f"attn.to_{name}.bias")) for name in "qkv"
     )
-    query, key, value = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (query, key, value))
+    query, key, value = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (query, key, value))
     scores = (query @ key.transpose(2, 3) / math.sqrt(query.shape[-1])).softmax(-1)
     return F.linear(
         (scores @ value).transpose(1, 2).flatten(2), weights["attn.to_out.0.weight"], weights["attn.to_out.0.bias"]
@@ -100,8 +102,10 @@ def part(state, prefix):
     "time_input, factor, offset", [("timestep", 1, 0), ("timestep_plus_one", 1, 1), ("continuous", 0.999, 1)]
 )
 def test_uvit_by_hand(time_embedding_mlp, time_input, factor, offset, sample, labels):
-    """From its weights alone: tokens, blocks with weighted shortcuts, skips, patches put back."""
-    model = made(DecayedUViT2DModel, shortcut_decay=0.6, time_embedding_mlp=time_embedding_mlp, time_input=time_input)
+    """Computed from the weights alone: tokens, blocks with weighted shortcuts, skips, output image."""
+    model = random_model(
+        DecayedUViT2DModel, shortcut_decay=0.6, time_embedding_mlp=time_embedding_mlp, time_input=time_input
+    )
     w, times = model.state_dict(), torch.tensor([3.0, 500.0, 999.0])
     x = F.conv2d(sample, w["patch_embedding.weight"], w["patch_embedding.bias"], stride=2).flatten(2).mT
     time = frequencies((times + offset) * factor, 32)
@@ -109,18 +113,19 @@ def test_uvit_by_hand(time_embedding_mlp, time_input, factor, offset, sample, la
         time = F.linear(time, w["time_mlp.0.weight"], w["time_mlp.0.bias"])
         time = F.linear(F.silu(time), w["time_mlp.2.weight"], w["time_mlp.2.bias"])
     x = torch.cat([w["class_embedding.weight"][labels][:, None], time[:, None], x], 1) + w["position_embedding"]
-    alphas, kept = np.linspace(1, 0.6, 10).reshape(5, 2), []
-    for number, name in enumerate(["in_blocks.0.", "in_blocks.1.", "mid_block.", "out_blocks.0.", "out_blocks.1."]):
+    alphas, skips = np.linspace(1, 0.6, 10).reshape(5, 2), []
+    for index, name in enumerate(["in_blocks.0.", "in_blocks.1.", "mid_block.", "out_blocks.0.", "out_blocks.1."]):
         block = part(w, name)
-        if number > 2:
-            x = F.linear(torch.cat([x, kept.pop()], 2), block["skip_projection.weight"], block["skip_projection.bias"])
+        if index > 2:
+            x = torch.cat([x, skips.pop()], 2)
+            x = F.linear(x, block["skip_projection.weight"], block["skip_projection.bias"])
         normed = F.layer_norm(x, (32,), block["norm1.weight"], block["norm1.bias"])
-        x = alphas[number][0] * x + attend(normed, block, 4)
+        x = alphas[index][0] * x + attend(normed, block, 4)
         normed = F.layer_norm(x, (32,), block["norm2.weight"], block["norm2.bias"])
         inner = F.gelu(F.linear(normed, block["fc1.weight"], block["fc1.bias"]))
-        x = alphas[number][1] * x + F.linear(inner, block["fc2.weight"], block["fc2.bias"])
-        if number < 2:
-            kept.append(x)
+        x = alphas[index][1] * x + F.linear(inner, block["fc2.weight"], block["fc2.bias"])
+        if index < 2:
+            skips.append(x)
     x = F.linear(F.layer_norm(x, (32,), w["norm_out.weight"], w["norm_out.bias"]), *part(w, "proj_out.").values())
     image = x[:, 2:].reshape(3, 4, 4, 2, 2, 3).permute(0, 5, 1, 3, 2, 4).reshape(3, 3, 8, 8)
     expected = F.conv2d(image, w["conv_out.weight"], w["conv_out.bias"], padding=1)
@@ -128,37 +133,40 @@ def test_uvit_by_hand(time_embedding_mlp, time_input, factor, offset, sample, la
         torch.testing.assert_close(model(sample, times, labels).sample, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_sit_by_hand(skips, sample, labels):
-    model = made(DecayedSiTTransformer2DModel, shortcut_decay=0.8, encoder_decoder_skips=skips, learned_sigma=True)
+@pytest.mark.parametrize("has_skips", [True, False])
+def test_sit_by_hand(has_skips, sample, labels):
+    model = random_model(
+        DecayedSiTTransformer2DModel, shortcut_decay=0.8, encoder_decoder_skips=has_skips, learned_sigma=True
+    )
     w, times = model.state_dict(), torch.tensor([0.1, 0.5, 1.0])
     x = F.conv2d(sample, w["patch_embedding.weight"], w["patch_embedding.bias"], stride=2).flatten(2).mT
     x = x + w["position_embedding"]
     time = F.linear(frequencies(times, 256), w["time_mlp.0.weight"], w["time_mlp.0.bias"])
     time = F.linear(F.silu(time), w["time_mlp.2.weight"], w["time_mlp.2.bias"])
     condition = F.silu(time + w["class_embedding.weight"][labels])
-    alphas, kept = np.linspace(1, 0.8, 8).reshape(4, 2), []
-    for number in range(4):
-        block = part(w, f"transformer_blocks.{number}.")
-        if skips and number > 1:
-            x = x + F.linear(kept.pop(), block["skip_projection.weight"], block["skip_projection.bias"])
+    alphas, skips = np.linspace(1, 0.8, 8).reshape(4, 2), []
+    for index in range(4):
+        block = part(w, f"transformer_blocks.{index}.")
+        if has_skips and index > 1:
+            x = x + F.linear(skips.pop(), block["skip_projection.weight"], block["skip_projection.bias"])
         modulation = F.linear(condition, block["modulation.weight"], block["modulation.bias"])
         shift, scale, gate, shift2, scale2, gate2 = modulation[:, None].chunk(6, 2)
-        x = alphas[number][0] * x + gate * attend(F.layer_norm(x, (32,), eps=1e-6) * (1 + scale) + shift, block, 4)
+        x = alphas[index][0] * x + gate * attend(F.layer_norm(x, (32,), eps=1e-6) * (1 + scale) + shift, block, 4)
         inner = F.layer_norm(x, (32,), eps=1e-6) * (1 + scale2) + shift2
         inner = F.gelu(F.linear(inner, block["fc1.weight"], block["fc1.bias"]), approximate="tanh")
-        x = alphas[number][1] * x + gate2 * F.linear(inner, block["fc2.weight"], block["fc2.bias"])
-        kept.append(x) if number < 2 else None
+        x = alphas[index][1] * x + gate2 * F.linear(inner, block["fc2.weight"], block["fc2.bias"])
+        if index < 2:
+            skips.append(x)
     shift, scale = F.linear(condition, *part(w, "modulation_out.").values())[:, None].chunk(2, 2)
     x = F.linear(F.layer_norm(x, (32,), eps=1e-6) * (1 + scale) + shift, *part(w, "proj_out.").values())
-    # Twice the channels, of which the second half is not returned.
+    # The weights predict twice the channels; the second half is not returned.
     expected = x.reshape(3, 4, 4, 2, 2, 6).permute(0, 5, 1, 3, 2, 4).reshape(3, 6, 8, 8)[:, :3]
     with torch.no_grad():
         torch.testing.assert_close(model(sample, times, labels).sample, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_positions_of_sit():
-    """Columns first, then rows, each as sines and cosines: what the official weights were trained with."""
+    """Columns first, then rows, each as sines and cosines, as the official weights were trained."""
     table = (
         DecayedSiTTransformer2DModel(**{**SIZES, "sample_size": (8, 12)}).position_embedding[0].unflatten(0, (4, 6))
     )
@@ -170,7 +178,7 @@ def test_positions_of_sit():
 @pytest.mark.parametrize("model_class", MODELS)
 class TestBoth:
     def test_saved_and_loaded(self, model_class, sample, labels, tmp_path):
-        model = made(model_class, shortcut_decay="auto")
+        model = random_model(model_class, shortcut_decay="auto")
         assert model.effective_decay() == pytest.approx(3e-3, rel=1e-3)
         model.save_pretrained(tmp_path)
         assert isinstance(json.loads((tmp_path / "config.json").read_text())["shortcut_decay"], float)
@@ -179,7 +187,7 @@ class TestBoth:
             assert torch.equal(again(sample, 0.5, labels).sample, model(sample, 0.5, labels).sample)
 
     def test_checkpointing_changes_no_gradient(self, model_class, sample, labels):
-        model = made(model_class).train()
+        model = random_model(model_class).train()
         gradients = []
         for checkpointing in (False, True):
             (model.enable_gradient_checkpointing if checkpointing else model.disable_gradient_checkpointing)()
@@ -187,11 +195,11 @@ class TestBoth:
             model(sample, 0.5, labels).sample.square().mean().backward()
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
             assert all(gradient.any() for gradient in gradients[-1])
-        for with_, without in zip(*gradients):
-            torch.testing.assert_close(with_, without)
+        for without_checkpoints, with_checkpoints in zip(*gradients):
+            torch.testing.assert_close(with_checkpoints, without_checkpoints)
 
     def test_kernels_and_fused_projections(self, model_class, sample, labels):
-        model = made(model_class)
+        model = random_model(model_class)
         with torch.no_grad():
             expected = model(sample, 0.5, labels).sample
             model.set_attention_backend("_native_math")
@@ -201,7 +209,7 @@ class TestBoth:
         assert len(model.attn_processors) == (5 if model_class is DecayedUViT2DModel else 4)
 
     def test_other_sizes_and_hidden_states(self, model_class):
-        model = made(model_class, num_classes=0)
+        model = random_model(model_class, num_classes=0)
         outputs = model(torch.randn(2, 3, 12, 6), 0.5, output_hidden_states=True)
         assert outputs.sample.shape == (2, 3, 12, 6)
         assert len(outputs.hidden_states) == (5 if model_class is DecayedUViT2DModel else 4)
@@ -209,7 +217,7 @@ class TestBoth:
         assert model(torch.randn(2, 3, 8, 8), torch.tensor([0.1, 0.2]), return_dict=False)[0].shape == (2, 3, 8, 8)
 
     def test_no_labels_are_the_null_class(self, model_class, sample):
-        model = made(model_class)
+        model = random_model(model_class)
         with torch.no_grad():
             assert torch.equal(model(sample, 0.5).sample, model(sample, 0.5, torch.full((3,), 5)).sample)
 
@@ -218,15 +226,44 @@ class TestBoth:
         names = [name for name, _ in model.named_parameters() if name.endswith("_alpha")]
         assert len(names) == 2 * len([m for m in model.modules() if hasattr(m, "attention_alpha")])
         assert model.effective_decay() == 1.0
-        made(model_class, shortcut_schedule="learned")(sample, 0.5, labels)
-        model = made(model_class, shortcut_schedule="learned", shortcut_scope="mlp")
+        random_model(model_class, shortcut_schedule="learned")(sample, 0.5, labels)
+        model = random_model(model_class, shortcut_schedule="learned", shortcut_scope="mlp")
         names = {name.rpartition(".")[2] for name, _ in model.named_parameters() if name.endswith("_alpha")}
         assert names == {"mlp_alpha"}
         model(sample, 0.5, labels).sample.sum().backward()
-        assert isinstance(model(sample, 0.5, labels, False), tuple)  # `return_dict` comes fourth, as in diffusers
+        assert isinstance(model(sample, 0.5, labels, False), tuple)  # `return_dict` is fourth, as in diffusers
+
+    @pytest.mark.parametrize("scope", ["both", "attention", "mlp"])
+    def test_learned_alphas_are_the_equation(self, model_class, scope, sample, labels):
+        """A model with learned alphas equals one with the same numbers fixed; the other branch has weight 1."""
+        learned = random_model(model_class, shortcut_schedule="learned", shortcut_scope=scope)
+        fixed = random_model(model_class)
+        weights = {name: tensor for name, tensor in learned.state_dict().items() if not name.endswith("_alpha")}
+        fixed.load_state_dict(weights)
+        blocks = [[m for m in model.modules() if hasattr(m, "attention_alpha")] for model in (learned, fixed)]
+        for learned_block, fixed_block in zip(*blocks):
+            for name in ("attention_alpha", "mlp_alpha"):
+                alpha = getattr(learned_block, name)
+                setattr(fixed_block, name, alpha.item() if isinstance(alpha, torch.Tensor) else alpha)
+            assert scope != "mlp" or fixed_block.attention_alpha == 1.0
+            assert scope != "attention" or fixed_block.mlp_alpha == 1.0
+        with torch.no_grad():
+            expected = fixed(sample, 0.5, labels).sample
+            torch.testing.assert_close(learned(sample, 0.5, labels).sample, expected, rtol=1e-5, atol=1e-5)
+
+    def test_learned_alphas_do_not_change_the_dtype(self, model_class):
+        """Alphas in float32 beside weights in half precision, as with layerwise casting."""
+        model = random_model(model_class, shortcut_schedule="learned").to(torch.bfloat16)
+        block = next(module for module in model.modules() if hasattr(module, "attention_alpha"))
+        for name in ("attention_alpha", "mlp_alpha"):
+            setattr(block, name, torch.nn.Parameter(getattr(block, name).float()))
+        inputs = [torch.randn(2, 16, 32, dtype=torch.bfloat16)]
+        if model_class is DecayedSiTTransformer2DModel:
+            inputs.append(torch.randn(2, 32, dtype=torch.bfloat16))
+        assert block(*inputs).dtype == torch.bfloat16
 
     @pytest.mark.parametrize(
-        "arguments, said",
+        "fields, message",
         [
             ({"sample_size": 7}, "`sample_size` must be divisible by `patch_size`, got 7 x 7 and 2"),
             ({"num_attention_heads": 5}, "`hidden_size` must be divisible"),
@@ -235,17 +272,64 @@ class TestBoth:
             ({"shortcut_decay": "much"}, "`shortcut_decay` must be 'auto' or lie in"),
             (
                 {"shortcut_schedule": "quadratic"},
-                "`shortcut_schedule` must be one of linear, cosine, constant, learned",
+                "`shortcut_schedule` must be one of linear, cosine, constant, learned, got 'quadratic'",
             ),
+            ({"shortcut_schedule": ["linear"]}, r"`shortcut_schedule` must be one of .* got \['linear'\]"),
+            ({"shortcut_granularity": "block"}, "`shortcut_granularity` must be one of sublayer, layer, got 'block'"),
+            ({"shortcut_scope": None}, "`shortcut_scope` must be one of both, attention, mlp, got None"),
+            ({"shortcut_decay": math.nan}, r"`shortcut_decay` must be 'auto' or lie in \[0, 1\], got nan"),
+            ({"shortcut_decay": True}, "`shortcut_decay` must be .* got True"),
+            ({"shortcut_decay": None}, "`shortcut_decay` must be .* got None"),
+            ({"qkv_bias": "false"}, "`qkv_bias` must be True or False, got 'false'"),
+            ({"hidden_size": -8}, r"`hidden_size` must be an integer in \[1, 1048576\], got -8"),
+            ({"hidden_size": 32.0}, "`hidden_size` must be an integer .* got 32.0"),
+            ({"hidden_size": True}, "`hidden_size` must be an integer .* got True"),
+            ({"hidden_size": 2**31}, "`hidden_size` must be an integer .* got 2147483648"),
+            ({"patch_size": 0}, "`patch_size` must be an integer .* got 0"),
+            ({"in_channels": 0}, "`in_channels` must be an integer .* got 0"),
+            ({"sample_size": "8"}, "`sample_size` must be an integer .* got '8'"),
+            ({"sample_size": 0}, "`sample_size` must be an integer .* got 0"),
+            ({"sample_size": (8, -8)}, "`sample_size` must be an integer .* got -8"),
+            ({"sample_size": (8, 8, 8)}, r"`sample_size` must be one integer or \(height, width\), got \(8, 8, 8\)"),
+            ({"num_classes": 1.5}, r"`num_classes` must be an integer in \[0, 1048576\], got 1.5"),
+            ({"num_classes": -1}, "`num_classes` must be an integer .* got -1"),
+            ({"num_layers": 0}, r"`num_layers` must be an integer in \[1, 10000\], got 0"),
+            ({"num_layers": 2**31}, "`num_layers` must be an integer .* got 2147483648"),
+            ({"mlp_ratio": "abc"}, r"`mlp_ratio` must be a number in \(0, 1024\], got 'abc'"),
+            ({"mlp_ratio": -1.0}, "`mlp_ratio` must be a number .* got -1.0"),
+            ({"mlp_ratio": math.nan}, "`mlp_ratio` must be a number .* got nan"),
+            ({"mlp_ratio": 0.001}, "`mlp_ratio` must leave the MLP at least one hidden unit, got 0.001"),
+            ({"hiden_size": 32}, "Unknown field `hiden_size` .value 32.; did you mean `hidden_size`?"),
+            ({"shortcut_decays": 0.6}, "Unknown field `shortcut_decays` .value 0.6.; did you mean `shortcut_decay`?"),
+            ({"bananas": 3}, "Unknown field `bananas` .value 3.[.]"),
         ],
     )
-    def test_bad_arguments(self, model_class, arguments, said):
-        with pytest.raises(ValueError, match=said):
-            model_class(**{**SIZES, **arguments})
+    def test_wrong_fields_are_refused(self, model_class, fields, message):
+        with pytest.raises(ValueError, match=message):
+            model_class(**{**SIZES, **fields})
+
+    def test_unknown_fields_of_a_file(self, model_class, tmp_path):
+        """Those of other libraries and versions are ignored, a misspelt field is refused, as in keyword arguments."""
+        random_model(model_class).save_pretrained(tmp_path)
+        file = tmp_path / "config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps({**config, "_name_or_path": "x", "auto_map": {}, "bananas": 3}))
+        assert model_class.from_pretrained(tmp_path).config.hidden_size == 32
+        assert model_class.from_config({**config, "_name_or_path": "x"}).config.hidden_size == 32
+        for load in (
+            lambda: model_class.from_pretrained(tmp_path, mlp_ration=2.0),
+            lambda: model_class.from_config(config, mlp_ration=2.0),
+            lambda: model_class.from_config({**config, "mlp_ration": 2.0}),
+        ):
+            with pytest.raises(ValueError, match="Unknown field `mlp_ration` .value 2.0.; did you mean `mlp_ratio`?"):
+                load()
+        with pytest.raises(ValueError, match="`qkv_bias` must be True or False, got 'no'"):
+            model_class.from_config({**config, "qkv_bias": "no"})
 
     def test_warnings(self, model_class):
-        for decay, said in ((0.3, "below 0.45"), ("auto", "below 0.45"), (0.99, "outside")):  # `auto`: so few blocks
-            with pytest.warns(UserWarning, match=said):
+        # With so few blocks, `auto` is below 0.45 too.
+        for decay, message in ((0.3, "below 0.45"), ("auto", "below 0.45"), (0.99, "outside")):
+            with pytest.warns(UserWarning, match=message):
                 model_class(**SIZES, shortcut_decay=decay)
         with pytest.raises(ValueError, match="cannot reach an effective decay"):
             model_class(**SIZES, shortcut_decay="auto", shortcut_scope="attention")
@@ -255,8 +339,8 @@ class TestBoth:
             model_class(**SIZES, shortcut_decay=1.0)
 
     def test_bad_inputs(self, model_class, sample):
-        model = made(model_class)
-        for inputs, said in (
+        model = random_model(model_class)
+        for inputs, message in (
             ((sample[:, :1], 1), "3 channels, got 1"),
             ((sample[:, :, :7], 1), "divisible by `patch_size`, got 7 x 8 and 2"),
             ((sample, 1, torch.tensor([0, 1, 6])), r"must lie in \[0, 5\].*got 6"),
@@ -265,14 +349,14 @@ class TestBoth:
             ((sample, 1, torch.rand(3)), r"must be 3 whole numbers.* of torch.float32"),
             ((sample, 1, torch.ones(3, dtype=torch.bool)), r"must be 3 whole numbers.* of torch.bool"),
         ):
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 model(*inputs)
         with pytest.raises(ValueError, match="without classes"):
-            made(model_class, num_classes=0)(sample, 1, torch.tensor([0, 1, 2]))
+            random_model(model_class, num_classes=0)(sample, 1, torch.tensor([0, 1, 2]))
 
 
-def test_positions_may_start_as_sines_and_cosines():
-    """Those that SiT has fixed; here they are learned from there on."""
+def test_learned_positions_may_start_as_sines_and_cosines():
+    """The initial values equal SiT's fixed positions."""
     sizes = {"sample_size": (8, 12), "patch_size": 2, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 2}
     model = DecayedUViT2DModel(**sizes, num_classes=3, sincos_init_positions=True)
     fixed = DecayedSiTTransformer2DModel(**sizes).position_embedding
@@ -289,15 +373,15 @@ def test_sizes_by_name():
         sizes = [DecayedUViT2DModel.from_size(name) for name in ("S", "S-deep")]
         sizes += [DecayedUViT2DModel.from_size(name, **latent) for name in ("M", "L", "H")]
         sit = DecayedSiTTransformer2DModel.from_size("XL/4", encoder_decoder_skips=False, learned_sigma=True)
-    # Millions, as U-ViT's paper has them.
+    # Millions of parameters, as in U-ViT's paper.
     assert [round(model.num_parameters() / 1e6) for model in sizes] == [44, 58, 131, 287, 501]
     assert sit.config.patch_size == 4 and round(sit.num_parameters() / 1e6) == 675
     with pytest.raises(ValueError, match="`size` must be one of S, B, L, XL, got 'M'"):
         DecayedSiTTransformer2DModel.from_size("M/2")
 
 
-def test_at_the_start_only_shortcuts_speak(sample):
-    """With silent branches, what comes out of the first half is the embedding times the alphas up to there."""
+def test_initial_blocks_pass_the_shortcut_alone(sample):
+    """With zero-initialised branches, a block of the first half multiplies its input by its two alphas."""
     model = DecayedUViT2DModel(**SIZES, shortcut_decay=0.5)
     alphas = np.linspace(1, 0.5, 10)
     first, second = model(sample, 3, output_hidden_states=True).hidden_states[:2]
@@ -306,12 +390,12 @@ def test_at_the_start_only_shortcuts_speak(sample):
 
 @pytest.mark.parametrize("pipeline, scheduler", [(DDPMPipeline, DDPMScheduler), (DDIMPipeline, DDIMScheduler)])
 def test_stock_pipelines_take_the_uvit(pipeline, scheduler):
-    sampler = pipeline(made(DecayedUViT2DModel, num_classes=0), scheduler())
+    sampler = pipeline(random_model(DecayedUViT2DModel, num_classes=0), scheduler())
     sampler.set_progress_bar_config(disable=True)
     assert sampler(batch_size=2, num_inference_steps=2).images[1].size == (8, 8)
 
 
-# Pipelines, with networks whose answer is known: data of class c is normal with mean c and deviation 0.4.
+# Pipelines, with networks whose output is known: data of class c is normal with mean c and standard deviation 0.4.
 
 
 class Known(ModelMixin, ConfigMixin):
@@ -324,7 +408,7 @@ class Known(ModelMixin, ConfigMixin):
     def forward(self, sample, timestep, class_labels=None):
         self.calls.append((len(sample), float(timestep)))
         labels = torch.full((len(sample),), self.config.num_classes) if class_labels is None else class_labels
-        # The null class stands for data with mean 0.
+        # The null class is data with mean 0.
         means = torch.where(labels == self.config.num_classes, 0, labels).float().view(-1, 1, 1, 1)
         if self.config.kind == "noise":
             level = DPMSolverMultistepScheduler().alphas_cumprod[int(timestep)]
@@ -332,10 +416,10 @@ class Known(ModelMixin, ConfigMixin):
         else:
             signal, noise = timestep, 1 - timestep
         dtype, sample = sample.dtype, sample.float()
-        rest = (sample - signal * means) / (signal**2 * 0.16 + noise**2)
-        noise_in_it, data_in_it = noise * rest, means + signal * 0.16 * rest
-        answer = noise_in_it if self.config.kind == "noise" else data_in_it - noise_in_it
-        return type("Output", (), {"sample": answer.to(dtype) * (math.nan if self.config.broken else 1)})
+        residual = (sample - signal * means) / (signal**2 * 0.16 + noise**2)
+        expected_noise, expected_data = noise * residual, means + signal * 0.16 * residual
+        output = expected_noise if self.config.kind == "noise" else expected_data - expected_noise
+        return type("Output", (), {"sample": output.to(dtype) * (math.nan if self.config.broken else 1)})
 
 
 def known_pipeline(kind, scheduler, **arguments):
@@ -379,13 +463,13 @@ def test_samples_have_the_mean_and_deviation_of_the_data(name):
     for part_, mean in ((images[:8], 2), (images[8:], 1)):
         assert part_.mean() == pytest.approx(mean, abs=tolerance)
         assert part_.std() == pytest.approx(0.4, abs=tolerance)
-    # Twice as many with Heun's method but for the last step, as it must be.
+    # Heun's method calls the network twice per step, except in the last.
     network = pipeline.unet if kind == "noise" else pipeline.transformer
     assert len(network.calls) == (2 * steps - 1 if "Heun" in name else steps)
 
 
 def test_networks_in_half_precision_sample_as_well():
-    """Of many small steps, each would be lost if the sample itself were kept in the network's precision."""
+    """The sample itself stays in float32: in the network's precision, many small steps would be rounded away."""
     pipeline = known_pipeline("flow", FlowMatchEulerDiscreteScheduler())
     pipeline.transformer.to(torch.bfloat16)
     images = pipeline(
@@ -400,7 +484,7 @@ def test_networks_in_half_precision_sample_as_well():
 
 @pytest.mark.parametrize("kind, scheduler", [("noise", DDIMScheduler(clip_sample=False)), ("flow", None)])
 def test_guidance(kind, scheduler):
-    """Between two normal distributions of one deviation, guidance by s moves the mean to s times the class's."""
+    """With equal standard deviations and a null class of mean 0, guidance by s multiplies the class's mean by s."""
     pipeline = known_pipeline(kind, scheduler or FlowMatchEulerDiscreteScheduler())
     network = pipeline.unet if kind == "noise" else pipeline.transformer
     settings = {"num_images_per_label": 4, "num_inference_steps": 50, "output_type": "latent"}
@@ -408,8 +492,8 @@ def test_guidance(kind, scheduler):
     strong = pipeline(2, guidance_scale=1.5, **settings).images
     assert strong.mean() == pytest.approx(3, abs=0.05) and {count for count, _ in network.calls} == {8}
     network.calls.clear()
-    partly = pipeline(2, guidance_scale=1.5, guidance_interval=(0.21, 0.61), **settings).images
-    assert 2.1 < partly.mean() < 2.9
+    in_interval = pipeline(2, guidance_scale=1.5, guidance_interval=(0.21, 0.61), **settings).images
+    assert 2.1 < in_interval.mean() < 2.9
     time = [t / 1000 if kind == "noise" else 1 - t for _, t in network.calls]
     assert [count for count, _ in network.calls] == [8 if 0.21 <= t <= 0.61 else 4 for t in time]
 
@@ -426,23 +510,23 @@ def test_generators_for_each_image_do_not_depend_on_the_batch():
     torch.testing.assert_close(both[1], alone[0])
 
 
-def test_callbacks_and_given_noise():
+def test_callbacks_and_initial_noise():
     pipeline = known_pipeline("noise", DPMSolverMultistepScheduler())
-    seen = []
+    steps = []
 
-    def stop_the_noise(pipeline, step, timestep, tensors):
-        seen.append(step)
+    def replace_latents(pipeline, step, timestep, tensors):
+        steps.append(step)
         return {"latents": torch.zeros_like(tensors["latents"])} if step == 3 else tensors
 
     images = pipeline(
-        latents=torch.ones(2, 3, 16, 16), batch_size=2, num_inference_steps=4, callback_on_step_end=stop_the_noise
+        latents=torch.ones(2, 3, 16, 16), batch_size=2, num_inference_steps=4, callback_on_step_end=replace_latents
     ).images
-    assert seen == [0, 1, 2, 3] and len(images) == 2
+    assert steps == [0, 1, 2, 3] and len(images) == 2
 
 
-def test_what_a_pipeline_refuses():
+def test_wrong_arguments_of_a_pipeline_are_refused():
     pipeline = known_pipeline("noise", DPMSolverMultistepScheduler())
-    for arguments, said in (
+    for arguments, message in (
         ({"class_labels": 3}, r"must lie in \[0, 3\), got 3"),
         ({"class_labels": [0.7]}, "names or whole numbers, got 0.7"),
         ({"class_labels": 1.7}, "got 1.7"),
@@ -460,11 +544,11 @@ def test_what_a_pipeline_refuses():
         ({"batch_size": 3, "generator": [torch.Generator()] * 2}, "a generator for each of 3 images.*got 2"),
         ({"callback_on_step_end_tensor_inputs": ["noise"]}, "can be 'latents' only"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             pipeline(**arguments)
     with pytest.raises(ValueError, match="without classes"):
         known_pipeline("noise", DPMSolverMultistepScheduler(), num_classes=0)(1)
-    for kind, scheduler, said in (
+    for kind, scheduler, message in (
         ("noise", DPMSolverMultistepScheduler(prediction_type="v_prediction"), "predicts 'epsilon'.*'v_prediction'"),
         ("noise", FlowMatchEulerDiscreteScheduler(), "predicts 'epsilon'"),
         ("noise", DPMSolverMultistepScheduler(use_flow_sigmas=True), "no `use_flow_sigmas`"),
@@ -474,14 +558,15 @@ def test_what_a_pipeline_refuses():
         ("flow", DPMSolverMultistepScheduler(), "velocity of a flow.*'epsilon'"),
         ("flow", DPMSolverMultistepScheduler(prediction_type="flow_prediction"), "use_flow_sigmas=True"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             known_pipeline(kind, scheduler)()
     with pytest.raises(ValueError, match="no VAE to decode them"):
         known_pipeline("noise", DPMSolverMultistepScheduler(), in_channels=4)(num_inference_steps=2)
     with pytest.raises(ValueError, match="NaN or infinity, so there are no images"):
         known_pipeline("noise", DPMSolverMultistepScheduler(), broken=True)(num_inference_steps=2)
-    with pytest.raises(ValueError, match="`last_step_size` must lie in"):
-        SiTSDEScheduler(last_step_size=0)
+    for name, value in (("last_step_size", 0), ("diffusion_norm", math.nan), ("num_train_timesteps", "1000")):
+        with pytest.raises(ValueError, match=f"`{name}` must .* got '?{value}"):
+            SiTSDEScheduler(**{name: value})
     with pytest.raises(ValueError, match="as in 'XL/2', got 'XL/x'"):
         DecayedSiTTransformer2DModel.from_size("XL/x")
 
@@ -499,11 +584,11 @@ def small_vae(latent_channels, **arguments):
 
 
 @pytest.mark.parametrize("kind", ["noise", "flow"])
-def test_what_the_autoencoder_does_to_samples(kind):
+def test_decoding_by_the_autoencoder(kind):
     scheduler = DPMSolverMultistepScheduler() if kind == "noise" else FlowMatchEulerDiscreteScheduler(shift=1.0)
     pipeline = known_pipeline(kind, scheduler)
     pipeline.register_modules(vae=small_vae(3, scaling_factor=2.0, shift_factor=0.5))
-    pipeline.register_to_config(latent_shift=0.0)  # said by the pipeline, so it holds
+    pipeline.register_to_config(latent_shift=0.0)  # the pipeline's value takes precedence over the VAE's
     latents = torch.randn(1, 3, 16, 16)
     with torch.no_grad():
         expected = (pipeline.vae.decode(latents / 2.0).sample / 2 + 0.5).clamp(0, 1)
@@ -564,10 +649,10 @@ def saved_pipeline(kind, folder):
     names = {0: "naught", 1: "one"}
     if kind == "uvit":
         pipeline = DecayedUViTPipeline(
-            made(DecayedUViT2DModel), DPMSolverMultistepScheduler(), vae, id2label=names, latent_scale=0.5
+            random_model(DecayedUViT2DModel), DPMSolverMultistepScheduler(), vae, id2label=names, latent_scale=0.5
         )
     else:
-        pipeline = DecayedSiTPipeline(made(DecayedSiTTransformer2DModel), SiTSDEScheduler(), id2label=names)
+        pipeline = DecayedSiTPipeline(random_model(DecayedSiTTransformer2DModel), SiTSDEScheduler(), id2label=names)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
@@ -582,8 +667,8 @@ def saved_pipeline(kind, folder):
 )
 def test_a_saved_pipeline_loads_where_the_package_is_not(kind, component, tmp_path):
     expected = saved_pipeline(kind, tmp_path / "model")
-    names, found = in_clean_process(tmp_path / "model", tmp_path / "again", component)
-    assert found == pytest.approx(expected, rel=1e-5)
+    names, pixel_sum = in_clean_process(tmp_path / "model", tmp_path / "again", component)
+    assert pixel_sum == pytest.approx(expected, rel=1e-5)
     assert (
         names
         == {
@@ -591,7 +676,7 @@ def test_a_saved_pipeline_loads_where_the_package_is_not(kind, component, tmp_pa
             "sit": ["DecayedSiTPipeline", "SiTSDEScheduler", "DecayedSiTTransformer2DModel"],
         }[kind]
     )
-    # What a clean process saves loads again, code and all.
+    # A folder saved by a process without the package loads again, with its code.
     assert in_clean_process(tmp_path / "again")[1] == pytest.approx(expected, rel=1e-5)
 
 
@@ -601,14 +686,14 @@ def test_a_saved_pipeline_loads_where_the_package_is_not(kind, component, tmp_pa
 def test_a_saved_pipeline_loads_over_http(kind, tmp_path):
     expected = saved_pipeline(kind, tmp_path / "hub" / "user" / "name")
     with serve(tmp_path / "hub") as server:
-        found = in_clean_process(
+        _, pixel_sum = in_clean_process(
             "user/name", HF_ENDPOINT=server.url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "cache")
         )
-    assert found[1] == pytest.approx(expected, rel=1e-5)
+    assert pixel_sum == pytest.approx(expected, rel=1e-5)
 
 
 def test_many_samples(tmp_path, capsys):
-    """Shards that are there are used, an image does not depend on who else is asked for, nothing is overwritten."""
+    """Existing shards are used, an image does not depend on the others in its batch, nothing is overwritten."""
     saved_pipeline("sit", tmp_path / "model")
     command = ["sample", str(tmp_path / "model"), "--num_inference_steps", "2", "--batch_size", "2"]
 
@@ -623,12 +708,12 @@ def test_many_samples(tmp_path, capsys):
     stored = np.load(tmp_path / "five" / "samples.npz")["arr_0"]
     assert stored.dtype == np.uint8 and stored.shape == (5, 8, 8, 3) and np.array_equal(stored, images("five"))
 
-    # Stopped after the first batch, which is then not drawn again.
-    shards = tmp_path / "half" / "shards"
-    shards.mkdir(parents=True)
+    # A run that was stopped after the first batch does not draw it again.
+    (tmp_path / "half" / "shards").mkdir(parents=True)
     record = json.loads((tmp_path / "five" / "sampling.json").read_text())
     (tmp_path / "half" / "sampling.json").write_text(json.dumps({k: v for k, v in record.items() if k != "finished"}))
-    np.save(shards / "000000.npy", np.full((2, 8, 8, 3), 7, dtype=np.uint8))
+    images_of_seven = torch.full((2, 8, 8, 3), 7, dtype=torch.uint8)
+    write_shard(shard_path(tmp_path / "half", range(2)), [{"images": images_of_seven}])
     assert main([*command, "--num", "5", "--output", str(tmp_path / "half")]) == 0
     assert (images("half")[1] == 7).all() and all(map(np.array_equal, images("half")[2:], images("five")[2:]))
 
@@ -641,7 +726,7 @@ def test_many_samples(tmp_path, capsys):
     assert "must lie in [0, 5), got 7" in capsys.readouterr().err
     assert main([*command[:2], "--num_inference_steps", "0", "--output", str(tmp_path / "none")]) == 2
     assert "`num_inference_steps` must be at least 1, got 0" in capsys.readouterr().err
-    # A command that was refused before anything was drawn does not keep its folder from the next.
+    # A refused command leaves its output folder usable.
     refused = [*command, "--num", "2", "--classes", "none", "--output", str(tmp_path / "two")]
     assert main([*refused, "--guidance_scale", "3"]) == 2
     assert "needs `class_labels`" in capsys.readouterr().err
@@ -683,7 +768,7 @@ def test_many_samples_by_two_processes(tmp_path):
 
 @pytest.mark.parametrize("kind", ["uvit", "sit", "sit with skips"])
 def test_caches_of_diffusers(kind):
-    """Those of attention on all networks, those of blocks where no skip needs the blocks; else a sentence."""
+    """Attention caches fit every network, block caches only one without skips; others are refused."""
     sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "num_classes": 3}
     sizes |= {"patch_size": 2, "in_channels": 3, "shortcut_decay": 0.6}
     if kind == "uvit":
@@ -720,7 +805,7 @@ def test_caches_of_diffusers(kind):
         cached = images()
         assert np.isfinite(cached).all() and not np.array_equal(cached, exact)
         assert len(blocks_called) == 8 if config is attention else 1 < len(blocks_called) < 8
-        assert np.array_equal(images(), cached)  # nothing is left over from the call before
+        assert np.array_equal(images(), cached)  # the cache does not survive a call
         network.disable_cache()
         assert np.array_equal(images(), exact)
 
@@ -730,7 +815,7 @@ def test_caches_of_diffusers(kind):
 )
 @pytest.mark.parametrize("model_class", [DecayedUViT2DModel, DecayedSiTTransformer2DModel])
 def test_blocks_compile_alone(model_class):
-    """Diffusers' regional compilation: the one block is traced whole, and nothing changes."""
+    """Diffusers' regional compilation traces the block without graph breaks, and the output stays the same."""
     sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "in_channels": 3}
     network = random_weights(model_class(**sizes, patch_size=2, shortcut_decay=0.6)).eval()
     inputs = torch.randn(2, 3, 8, 8), torch.tensor([0.2, 0.7])

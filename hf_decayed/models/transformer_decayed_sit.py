@@ -558,7 +558,10 @@ class DecayedSiTTransformer2DModel(ModelMixin, AttentionMixin, ConfigMixin, Cach
     def effective_decay(self) -> float:
         """Share of the embeddings that passes the network through the shortcuts alone: the product of all alphas."""
         blocks = [module for module in self.modules() if isinstance(module, DecayedSiTBlock)]
-        return math.prod(float(block.attention_alpha) * float(block.mlp_alpha) for block in blocks)
+        pairs = [(block.attention_alpha, block.mlp_alpha) for block in blocks]
+        return math.prod(
+            math.prod(alpha.item() if isinstance(alpha, torch.Tensor) else alpha for alpha in pair) for pair in pairs
+        )
 
     @staticmethod
     def time_of_noise_level(level: float) -> float:

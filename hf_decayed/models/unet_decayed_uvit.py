@@ -546,7 +546,10 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
     def effective_decay(self) -> float:
         """Share of the embeddings that passes the network through the shortcuts alone: the product of all alphas."""
         blocks = [module for module in self.modules() if isinstance(module, DecayedUViTBlock)]
-        return math.prod(float(block.attention_alpha) * float(block.mlp_alpha) for block in blocks)
+        pairs = [(block.attention_alpha, block.mlp_alpha) for block in blocks]
+        return math.prod(
+            math.prod(alpha.item() if isinstance(alpha, torch.Tensor) else alpha for alpha in pair) for pair in pairs
+        )
 
     def forward(
         self,
