@@ -34,7 +34,6 @@ MOVED = {
     },
     "evaluation.features": {
         "data.datasets": "ImagesInOrder=EvaluationDataset",
-        "data.shards": "read_shards write_shards",
         "provenance": "fingerprint=model_fingerprint",
     },
     "evaluation.skip_use": {"evaluation.skip_ablation": "skip_use=skip_ablation"},

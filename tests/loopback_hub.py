@@ -31,18 +31,18 @@ class HubHandler(BaseHTTPRequestHandler):
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if parts[1:] == ["repos", "create"]:
-            wanted = json.loads(body)
-            repository = f"{wanted.get('organization') or 'user'}/{wanted['name']}"
+            request = json.loads(body)
+            repository = f"{request.get('organization') or 'user'}/{request['name']}"
             if not Path(self.server.root, repository).exists():
                 self.server.private[repository] = (
-                    wanted.get("visibility") == "private" or wanted.get("private") is True
+                    request.get("visibility") == "private" or request.get("private") is True
                 )
-            self.server.created.append(wanted)
+            self.server.created.append(request)
             Path(self.server.root, repository).mkdir(parents=True, exist_ok=True)
             answer = {"url": f"{self.server.url}/{repository}", "name": repository, "id": repository}
         elif parts[4:5] == ["branch"]:
             self.server.branches.append(parts[5])
-            answer = {}  # all branches are one
+            answer = {}  # all branches share one commit
         elif parts[1:] == ["validate-yaml"]:
             answer = {"errors": [], "warnings": []}
         elif parts[4:5] == ["paths-info"]:
@@ -50,7 +50,7 @@ class HubHandler(BaseHTTPRequestHandler):
             paths = [folder / name for name in parse_qs(body.decode())["paths"]]
             answer = [entry(path, folder) for path in paths if path.exists()]
         elif parts[4:5] == ["preupload"]:
-            # Files in the commit itself: neither LFS nor xet.
+            # Files are sent in the commit itself: neither LFS nor xet.
             answer = {
                 "files": [
                     {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
@@ -93,8 +93,8 @@ class HubHandler(BaseHTTPRequestHandler):
             inside = folder.joinpath(*parts[4:])
             if not inside.is_dir():
                 return self.fail("EntryNotFound")
-            wanted = inside.rglob("*") if "recursive=true" in self.path.lower() else inside.iterdir()
-            self.send(json.dumps([entry(path, folder) for path in sorted(wanted)]).encode(), "application/json")
+            paths = inside.rglob("*") if "recursive=true" in self.path.lower() else inside.iterdir()
+            self.send(json.dumps([entry(path, folder) for path in sorted(paths)]).encode(), "application/json")
         else:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             siblings = [{"rfilename": path.relative_to(folder).as_posix()} for path in files]
@@ -145,7 +145,7 @@ def serve(root):
     """Serves the repositories under `root`; yields the server, with `.url` and the list `.downloads`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
         server.root, server.downloads, server.created, server.branches, server.private = root, [], [], [], {}
-        server.commits = []  # the branch of each
+        server.commits = []  # the branch of every commit
         server.failures = 0  # commits to refuse from now on
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
