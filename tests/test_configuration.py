@@ -1,4 +1,4 @@
-"""The config: presets, sizes, `auto`, and wrong values refused with field, rule and value."""
+"""The config: presets, sizes, `auto`, and wrong values, which are refused with field, rule and value."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def test_plain_has_every_value_of_vit_mae():
 )
 def test_sizes_by_name(size, hidden, layers, heads, patch, decay, skips):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a named size is never outside the advice
+        warnings.simplefilter("error")  # the decay of a named size is inside the paper's advice
         config = DecayedViTMAEConfig.from_size(size)
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (hidden, layers, heads)
     assert config.intermediate_size == 4 * hidden
@@ -97,6 +97,17 @@ WRONG = [
     ({"num_attention_heads": 5}, "`hidden_size` must be divisible by `num_attention_heads`, got 32 and 5"),
     ({"decoder_num_attention_heads": 7}, "`decoder_hidden_size` must be divisible by .*, got 24 and 7"),
     ({"hidden_size": 30, "num_attention_heads": 2}, "`hidden_size` must be divisible by 4 .* got 30"),
+    ({"num_hidden_layers": 2**31}, "`num_hidden_layers` must be at most 10000, got 2147483648"),
+    ({"decoder_num_hidden_layers": 2**31}, "`decoder_num_hidden_layers` must be at most 10000, got 2147483648"),
+    ({"hidden_size": 2**31}, "`hidden_size` must be at most 1048576, got 2147483648"),
+    ({"hidden_size": -8}, "`hidden_size` must be positive, got -8"),
+    ({"qkv_bias": "false"}, "qkv_bias.*bool.*'false'"),
+    ({"layer_norm_eps": math.nan}, "`layer_norm_eps` must be positive and finite, got nan"),
+    ({"layer_norm_eps": 0.0}, "`layer_norm_eps` must be positive and finite, got 0.0"),
+    ({"initializer_range": -0.02}, "`initializer_range` must be finite and not negative, got -0.02"),
+    ({"hidden_dropout_prob": 5}, r"`hidden_dropout_prob` must lie in \[0, 1\), got 5"),
+    ({"hidden_dropout_prob": math.nan}, r"`hidden_dropout_prob` must lie in \[0, 1\), got nan"),
+    ({"attention_probs_dropout_prob": -0.1}, r"`attention_probs_dropout_prob` must lie in \[0, 1\), got -0.1"),
     ({"mask_ratio": 1.0}, r"`mask_ratio` must lie in \[0, 1\), got 1.0"),
     ({"shortcut_decya": 0.6}, "Unknown field `shortcut_decya` .*did you mean `shortcut_decay`"),
     ({"shortcut_strength": 0.6}, "Unknown field `shortcut_strength` .*did you mean `shortcut_"),
@@ -124,8 +135,14 @@ def test_wrong_values_set_later_are_refused_when_a_model_is_built(fields, messag
         DecayedViTMAEForPreTraining(config)
 
 
+@pytest.mark.parametrize("num_labels", [-3, 1.5, True, "x", None, 2**31])
+def test_wrong_numbers_of_labels_are_refused(num_labels):
+    with pytest.raises(ValueError, match=rf"`num_labels` must be an integer in \[0, 1048576\], got {num_labels!r}"):
+        DecayedViTMAEConfig(num_labels=num_labels)
+
+
 @pytest.mark.filterwarnings("default")
-def test_warnings_of_unwise_decays():
+def test_warnings_of_unusual_decays():
     with pytest.warns(UserWarning, match="below 0.45"):
         DecayedViTMAEConfig(shortcut_decay=0.4)
     with pytest.warns(UserWarning, match=r"effective decay of 2.9e-01, outside \[1e-4, 1e-1\].*0.590"):
@@ -137,7 +154,7 @@ def test_warnings_of_unwise_decays():
         DecayedViTMAEConfig(shortcut_schedule="learned")
 
 
-def test_too_shallow_for_the_rule_of_thumb_is_not_too_shallow_for_a_value():
+def test_a_network_too_shallow_for_auto_takes_a_value():
     shallow = {**TINY_SIZES, "shortcut_scope": "attention"}
     assert DecayedViTMAEConfig(**shallow, shortcut_decay=0.8).shortcut_decay == 0.8
     with pytest.raises(Exception, match="cannot reach an effective decay of 0.003"):

@@ -11,13 +11,13 @@ from hf_decayed.models.modeling_decayed_vit_mae import DecayedViTMAELayer, sinco
 
 
 def assert_same(actual, expected):
-    """Equal to a millionth of the largest value: what another order of float32 sums leaves."""
+    """Equal to a millionth of the largest value, the rounding of another order of float32 sums."""
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 def pair(dtype=torch.float32, **fields):
-    """Their pretraining model and ours, with the same weights; position tables as both should have them."""
+    """Their pretraining model and ours, with the same weights and correct position tables."""
     theirs = random_weights(ViTMAEForPreTraining(ViTMAEConfig(**TINY_SIZES, **fields)))
     ours = DecayedViTMAEForPreTraining(DecayedViTMAEConfig.plain(**TINY_SIZES, **fields))
     tables = {
@@ -52,14 +52,14 @@ def test_gradients(pixel_values, noise):
         largest = max(gradient.abs().max() for gradient in their_gradients.values())
         for name, gradient in our_gradients.items():
             difference = (gradient - their_gradients[name]).abs().max()
-            if name.endswith("k_proj.bias"):  # softmax takes it out: its gradient is rounding in both
+            if name.endswith("k_proj.bias"):  # softmax cancels it: its gradient is rounding in both
                 assert difference < 1e-6 * largest
             else:
                 assert difference <= tolerance * their_gradients[name].abs().max(), name
 
 
-def test_what_remains_in_float32_is_rounding(pixel_values, noise):
-    """In double precision the two agree to the last digits: another order of sums, the same sums."""
+def test_differences_in_float32_are_rounding(pixel_values, noise):
+    """In double precision the two agree to the last digits: only the order of the sums differs."""
     theirs, ours = pair(torch.float64)
     expected, outputs = theirs(pixel_values.double(), noise=noise), ours(pixel_values.double(), noise=noise)
     torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-12, atol=1e-12)
@@ -78,8 +78,8 @@ def test_encoder_outputs_with_noise(pixel_values, noise):
         assert_same(state, expected_state)
 
 
-def test_their_whole_image_features_are_ours_without_asking(pixel_values):
-    """ViTMAE sees the whole image only through two tricks; the base model here does it by default."""
+def test_features_of_the_whole_image(pixel_values):
+    """ViTMAE needs `mask_ratio=0` and ordered noise to see the whole image; the base model here does it by default."""
     theirs = random_weights(ViTMAEModel(ViTMAEConfig(**TINY_SIZES, mask_ratio=0.0))).eval()
     ours = DecayedViTMAEModel(DecayedViTMAEConfig.plain(**TINY_SIZES)).eval()
     ours.load_state_dict(theirs.state_dict())
@@ -105,6 +105,27 @@ def test_layer_is_the_equation():
     x_middle = 0.9 * x + layer.attention(layer.layernorm_before(x))[0]
     expected = 0.7 * x_middle + layer.mlp(layer.layernorm_after(x_middle))
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_learned_layer_is_the_equation():
+    config = DecayedViTMAEConfig(**TINY_SIZES, shortcut_schedule="learned")
+    config._attn_implementation = "eager"
+    layer = random_weights(DecayedViTMAELayer(config, torch.nn.Parameter(torch.ones(1)), 1.0))
+    assert 0.5 <= layer.attention_alpha.item() < 1.0 and layer.mlp_alpha == 1.0
+    x = torch.randn(2, 17, 32)
+    x_middle = layer.attention_alpha * x + layer.attention(layer.layernorm_before(x))[0]
+    expected = x_middle + layer.mlp(layer.layernorm_after(x_middle))
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_learned_alphas_do_not_change_the_dtype():
+    """Alphas in float32 beside weights in half precision, as with layerwise casting."""
+    config = DecayedViTMAEConfig(**TINY_SIZES, shortcut_schedule="learned")
+    config._attn_implementation = "eager"
+    layer = DecayedViTMAELayer(config, 1.0, 1.0).to(torch.bfloat16)
+    layer.attention_alpha = layer.mlp_alpha = torch.nn.Parameter(torch.ones(1))
+    layer.has_learned_alphas = True
+    assert layer(torch.randn(2, 17, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("form,shortcut,branch", [("scale_both", 0.5**0.5, 0.5**0.5), ("scale_branch", 1.0, 0.5**0.5)])

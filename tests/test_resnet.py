@@ -1,6 +1,7 @@
-"""The decayed residual network: transformers' ResNet at 1.0, the formula below it, and loadable from anywhere."""
+"""The decayed residual network: it equals transformers' ResNet at 1.0, follows the formula, and loads without the package."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_at_one_it_is_the_parent(layer_type, pixel_values, tmp_path):
     ours = DecayedResNetForImageClassification.from_pretrained(tmp_path)
     assert ours.config.shortcut_decay == 1.0 and ours.state_dict().keys() == theirs.state_dict().keys()
     labels = torch.tensor([0, 4, 2])
-    # In double precision: where weights lie in memory decides the last bits of a convolution.
+    # In double precision: the last bits of a convolution depend on the memory layout of its weights.
     theirs, ours, pixel_values = theirs.double(), ours.double(), pixel_values.double()
     close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
     for mode in ("train", "eval"):
@@ -60,15 +61,14 @@ def test_at_one_it_is_the_parent(layer_type, pixel_values, tmp_path):
 
 @pytest.mark.parametrize("layer_type", ["basic", "bottleneck"])
 def test_every_block_weighs_its_shortcut(layer_type, pixel_values):
-    """Through the parent's own blocks, by hand: `relu(alpha * shortcut(x) + branch(x))`, alpha from 1 to the decay."""
+    """By hand with the parent's modules: `relu(alpha * shortcut(x) + branch(x))`, alpha from 1 to the decay."""
     config = DecayedResNetConfig(**SIZES, layer_type=layer_type, shortcut_decay=0.3)
     model = DecayedResNetModel(config).eval()
-    state, number = model.embedder(pixel_values), 0
-    for stage in model.encoder.stages:
-        for block in stage.layers:
-            alpha = 1 - 0.7 * number / 7
-            state = torch.relu(alpha * block.shortcut(state) + block.layer(state))
-            number += 1
+    state = model.embedder(pixel_values)
+    blocks = [block for stage in model.encoder.stages for block in stage.layers]
+    for index, block in enumerate(blocks):
+        alpha = 1 - 0.7 * index / 7
+        state = torch.relu(alpha * block.shortcut(state) + block.layer(state))
     torch.testing.assert_close(model(pixel_values).last_hidden_state, state)
     plain = DecayedResNetModel(DecayedResNetConfig(**SIZES, layer_type=layer_type, shortcut_decay=1.0)).eval()
     plain.load_state_dict(model.state_dict())  # no parameter more or less
@@ -94,17 +94,46 @@ def test_small_stem_keeps_the_size(pixel_values):
 
 
 @pytest.mark.parametrize(
-    "fields, said",
+    "fields, message",
     [
         ({"shortcut_decay": 1.2}, "must lie in"),
         ({"shortcut_decay": "auto"}, "shortcut_decay"),
+        ({"shortcut_decay": math.nan}, r"`shortcut_decay` must lie in \[0, 1\], got nan"),
         ({"depths": [2, 2]}, "at least one block"),
+        ({"depths": [], "hidden_sizes": []}, r"at least one block for each of `hidden_sizes`, got \[\] and \[\]"),
+        ({"depths": [2, 2, 0, 2]}, r"`depths` must be positive, got \[2, 2, 0, 2\]"),
+        ({"depths": [2, 2, 2, 10**5]}, "`depths` must be at most 10000 blocks per stage, got .2, 2, 2, 100000."),
+        ({"depths": None}, "depths.*None"),
+        ({"hidden_sizes": None}, "hidden_sizes.*None"),
+        ({"hidden_sizes": [8, 8, 8, -8]}, r"`hidden_sizes` must be positive, got \[8, 8, 8, -8\]"),
+        ({"hidden_sizes": [8, 8, 8, "8"]}, "hidden_sizes.*'8'"),
+        ({"embedding_size": -8}, "`embedding_size` must be positive, got -8"),
+        ({"embedding_size": 2**31}, "`embedding_size` must be at most 1048576, got 2147483648"),
+        ({"embedding_size": 1.5}, "embedding_size.*int.*1.5"),
+        ({"num_channels": 0}, "`num_channels` must be positive, got 0"),
+        ({"downsample_in_bottleneck": "false"}, "downsample_in_bottleneck.*bool.*'false'"),
+        ({"layer_type": "wide"}, "layer_type.*basic.*got wide"),
+        ({"hidden_act": "foo"}, "`hidden_act` must be .* got 'foo'"),
         ({"stem": "tiny"}, "imagenet"),
+        ({"num_labels": "x"}, "`num_labels` must be an integer .* got 'x'"),
+        ({"hiden_sizes": [8]}, "Unknown field `hiden_sizes` .*did you mean `hidden_sizes`"),
+        ({"depth": 4}, "Unknown field `depth` .*did you mean `depths`"),
+        ({"alpha_min": 0.6}, "Unknown field `alpha_min` .*did you mean `shortcut_decay`"),
+        ({"shortcut_strength": 0.6}, "Unknown field `shortcut_strength` .*did you mean `shortcut_"),
     ],
 )
-def test_bad_fields_are_refused(fields, said):
-    with pytest.raises(Exception, match=said):
+def test_wrong_fields_are_refused(fields, message):
+    with pytest.raises(Exception, match=f"(?s){message}"):
         DecayedResNetConfig(**fields)
+
+
+def test_a_config_is_checked_again_when_a_model_is_built():
+    config = DecayedResNetConfig(**SIZES)
+    config.hidden_act = "foo"
+    with pytest.raises(Exception, match="`hidden_act` must be .* got 'foo'"):
+        DecayedResNetModel(config)
+    with pytest.raises(ValueError, match="`config` must be a DecayedResNetConfig, got ResNetConfig"):
+        DecayedResNetForImageClassification(ResNetConfig(**SIZES))
 
 
 def test_too_few_blocks_and_other_models_are_refused():
@@ -114,7 +143,7 @@ def test_too_few_blocks_and_other_models_are_refused():
         DecayedResNetConfig.from_dict({"model_type": "vit"})
 
 
-def test_loads_where_the_package_is_not(tmp_path):
+def test_loads_without_the_package(tmp_path):
     model = DecayedResNetForImageClassification(DecayedResNetConfig(**SIZES, shortcut_decay=0.6)).eval()
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.glob("*.py")} == {
@@ -136,6 +165,6 @@ def test_loads_where_the_package_is_not(tmp_path):
         assert name == "DecayedResNetForImageClassification"
         assert model(images).logits.flatten().tolist() == pytest.approx(logits, rel=1e-5)
         assert model.resnet(images).pooler_output.flatten().tolist() == pytest.approx(features, rel=1e-5)
-    # With the package it needs no code from the folder.
+    # With the package, the code in the folder is not used.
     assert type(AutoModel.from_pretrained(tmp_path)) is DecayedResNetModel
     assert type(AutoModelForImageClassification.from_pretrained(tmp_path)) is DecayedResNetForImageClassification

@@ -53,13 +53,13 @@ def test_constant_is_the_decay_everywhere():
     assert flat(layer_shortcut_factors(3, 0.8, "constant")) == pytest.approx([0.8] * 6)
 
 
-def test_scope_keeps_places_on_the_schedule():
+def test_scope_does_not_change_the_depths():
     both = layer_shortcut_factors(4, 0.6)
     assert layer_shortcut_factors(4, 0.6, scope="attention") == [(attention, 1.0) for attention, _ in both]
     assert layer_shortcut_factors(4, 0.6, scope="mlp") == [(1.0, mlp) for _, mlp in both]
 
 
-# Spec: effective decay of the linear sub-layer schedule, two digits.
+# Effective decay of the linear sublayer schedule, to two digits, from the paper.
 TABLE = {
     6: {0.5: 2.4e-2, 0.6: 5.9e-2, 0.7: 0.13, 0.8: 0.27, 0.9: 0.54},
     8: {0.5: 7.1e-3, 0.6: 2.3e-2, 0.7: 6.8e-2, 0.8: 0.18, 0.9: 0.44},
@@ -117,7 +117,7 @@ def test_wrong_arguments_are_named(arguments, message):
         suggest_shortcut_decay(12, target=0.0)
 
 
-def test_a_target_out_of_reach_is_said():
+def test_a_target_out_of_reach_is_refused():
     with pytest.raises(
         ValueError, match="4 layers with scope 'attention' .* cannot reach .* even `shortcut_decay=0` gives 0.044"
     ):
@@ -129,7 +129,7 @@ def test_depths_cover_zero_to_one():
     assert branch_depths(2, "layer") == [0.5, 0.5, 1.0, 1.0]
 
 
-def test_the_picture_of_the_schedules_can_be_drawn_again(tmp_path):
+def test_the_plot_of_the_schedules_can_be_drawn_again(tmp_path):
     save_schedules(tmp_path / "schedules.png")
-    drawn, shown = (Image.open(path) for path in (tmp_path / "schedules.png", RESULTS / "schedules.png"))
-    assert drawn.size == shown.size
+    drawn, published = (Image.open(path) for path in (tmp_path / "schedules.png", RESULTS / "schedules.png"))
+    assert drawn.size == published.size

@@ -222,9 +222,13 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
             scope=self.shortcut_scope,
         )
 
-    def _all_stage_names(self) -> list[str]:
+    def _check_num_layers(self) -> None:
+        # Called before each loop over the layers: the order of the validators is not ours.
         if self.num_hidden_layers > MAX_LAYERS:
             raise ValueError(f"`num_hidden_layers` must be at most {MAX_LAYERS}, got {self.num_hidden_layers}.")
+
+    def _all_stage_names(self) -> list[str]:
+        self._check_num_layers()
         return ["stem"] + [f"stage{layer}" for layer in range(1, self.num_hidden_layers + 1)]
 
     def validate_field_names(self):
@@ -258,12 +262,9 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
         for name, values in sizes.items():
             if min(values) < 1:
                 raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
-            if max(values) > MAX_SIZE:
-                raise ValueError(f"`{name}` must be at most {MAX_SIZE}, got {getattr(self, name)}.")
-        if self.decoder_num_hidden_layers > MAX_LAYERS:
-            raise ValueError(
-                f"`decoder_num_hidden_layers` must be at most {MAX_LAYERS}, got {self.decoder_num_hidden_layers}."
-            )
+            limit = MAX_LAYERS if name.endswith("num_hidden_layers") else MAX_SIZE
+            if max(values) > limit:
+                raise ValueError(f"`{name}` must be at most {limit}, got {getattr(self, name)}.")
         for side, image, patch in zip(("height", "width"), sizes["image_size"], sizes["patch_size"]):
             if image % patch != 0:
                 raise ValueError(
@@ -293,6 +294,7 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
             raise ValueError(f"`initializer_range` must be finite and not negative, got {self.initializer_range}.")
 
     def validate_shortcuts(self):
+        self._check_num_layers()
         if self.residual_form != "decay":
             if self.shortcut_decay != 1.0 or self.shortcut_schedule == "learned" or self.shortcut_scope != "both":
                 raise ValueError(
