@@ -82,7 +82,7 @@ def find_secret(path: Path) -> str | None:
             tail = data[-OVERLAP:]
     for text in read_texts(path):
         if len(text) > MAX_TEXT and path.suffix.lower() == ".png":
-            return "a long compressed text, in which secrets cannot be looked for"
+            return "more than 1 MB of text, too much to look for secrets in it"
         for plain in (text, text.replace(b"\0", b"")):
             if secret := find_token(plain) or find_named(plain):
                 return secret
@@ -160,10 +160,9 @@ def read_safetensors_header(path: Path) -> bytes:
 def json_strings(data: bytes) -> bytes:
     """Keys and strings of JSON, a line each, so that escapes hide nothing; nothing if it is not JSON."""
     try:
-        content = json.loads(data)
+        return "\n".join(string for _, string in iterate_strings(json.loads(data))).encode("utf-8", "replace")
     except (ValueError, RecursionError):
         return b""
-    return "\n".join(string for _, string in iterate_strings(content)).encode("utf-8", "replace")
 
 
 def iterate_strings(value, key: str = "the top level") -> Iterator[tuple[str, str]]:

@@ -1,6 +1,5 @@
 """Copies what a model repository holds from the folder of a run, and refuses what it must not hold."""
 
-import difflib
 import importlib.metadata
 import importlib.util
 import json
@@ -9,7 +8,9 @@ import pickletools
 import re
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 from ..errors import UserError
@@ -30,6 +31,7 @@ LOCAL_ONLY = {
 }
 EVENT_FILES = "events.out.tfevents.*"  # of TensorBoard: a folder with such files is a tracker's, whatever its name
 PUBLISHED = {".safetensors", ".json", ".jsonl", ".py", ".md", ".png", ".txt", ".yaml"}
+LIBRARIES = {"diffusers", "transformers"}
 PUBLISHED_NAMES = {"LICENSE", "NOTICE"}
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy"}
 # How pickles of protocol 2 and later begin, the archives that torch.save writes, and arrays, which may hold pickles.
@@ -85,7 +87,7 @@ def stage(source: Path, staged: Path) -> None:
 def list_files(source: Path) -> Iterator[Path]:
     """Files that would be published; links, pipes, devices and sockets are refused. Opens nothing."""
     local = LOCAL_ONLY | {path.name for path in source.iterdir() if is_tracker(path)}
-    for folder, subfolders, names in os.walk(source):
+    for folder, subfolders, names in os.walk(source, onerror=raise_error):
         relative = Path(folder).relative_to(source)
         subfolders[:] = sorted(name for name in subfolders if not is_local(relative / name, local))
         for name in [*subfolders, *sorted(names)]:
@@ -101,6 +103,10 @@ def list_files(source: Path) -> Iterator[Path]:
                 yield path
             elif not stat.S_ISDIR(mode):
                 raise PublishingError(f"'{relative / name}' is a pipe, device or socket, and no file: remove it.")
+
+
+def raise_error(error: OSError) -> None:
+    raise error
 
 
 def is_local(name: Path, local: set[str]) -> bool:
@@ -139,26 +145,30 @@ def is_pickle(path: Path) -> bool:
 
 
 def code_modules(staged: Path) -> set[str]:
-    """Code files that the configs of a repository name."""
+    """Modules that the configs of a repository load code from; code of other repositories is refused."""
     modules = set()
     for config in sorted([*staged.rglob("*config.json"), *staged.glob("model_index.json")]):
-        name = config.relative_to(staged).as_posix()
-        content = read_json(config)
+        name, content = config.relative_to(staged).as_posix(), read_json(config)
         entries = content.get("auto_map") or {}
         if not isinstance(entries, dict) or not all(isinstance(v, (str, type(None))) for v in entries.values()):
             raise PublishingError(f"`auto_map` in '{name}' must name code by class, got {entries!r}.")
-        if foreign := [value for value in entries.values() if value and "--" in value]:
+        references = [value for value in entries.values() if value]
+        if foreign := [reference for reference in references if "--" in reference]:
             raise PublishingError(f"'{name}' takes code from another repository, {foreign[0]}: save the model again.")
-        class_name = content.get("_class_name")
+        if misnamed := [reference for reference in references if not re.fullmatch(r"[A-Za-z_]\w*\.\w+", reference)]:
+            raise PublishingError(f"`auto_map` in '{name}' must name a module and a class, got {misnamed[0]!r}.")
         if name in ("config.json", "model_index.json"):
-            modules |= {value.rpartition(".")[0] for value in entries.values() if value}
-            if isinstance(class_name, list) and class_name and isinstance(class_name[0], str):
-                modules.add(class_name[0])
+            modules |= {reference.partition(".")[0] for reference in references}
+        if name == "model_index.json":  # the pipeline's code, and that of components
+            pairs = [value for value in content.values() if isinstance(value, list) and len(value) == 2]
+            modules |= {pair[0] for pair in pairs if all(isinstance(part, str) for part in pair)} - LIBRARIES
     if not modules:
         raise PublishingError(
             "The config names no code, so nobody could load the model without this package: save it with "
             "`save_pretrained` of hf_decayed."
         )
+    if misnamed := [module for module in modules if not module.isidentifier()]:
+        raise PublishingError(f"'model_index.json' must name modules of its folder, got {misnamed[0]!r}.")
     return modules
 
 
@@ -167,16 +177,16 @@ def list_foreign_code(staged: Path) -> list[str]:
     own_files = package_code()
     foreign = []
     for path in sorted(path for path in staged.rglob("*") if path.suffix.lower() == ".py"):
-        name, lines = path.relative_to(staged).as_posix(), read_text(path).splitlines()
+        name, lines = path.relative_to(staged).as_posix(), read_text(path).split("\n")
         if path.name not in own_files:
-            foreign.append(f"'{name}' is not a file of this package ({len(lines)} lines)")
+            foreign.append(f"'{name}' is not a file of this package")
             continue
-        expected = read_text(own_files[path.name]).splitlines()
-        blocks = difflib.SequenceMatcher(None, expected, lines, autojunk=False).get_opcodes()
-        changes = [(start, max(b - a, end - start)) for tag, a, b, start, end in blocks if tag != "equal"]
-        if changes:
-            count = sum(number for _, number in changes)
-            foreign.append(f"'{name}' differs from this package's in {count} lines, first in line {changes[0][0] + 1}")
+        expected = read_text(own_files[path.name]).split("\n")
+        if lines != expected:
+            first = next(i for i, (a, b) in enumerate(zip_longest(lines, expected), 1) if a != b)
+            added, removed = Counter(lines) - Counter(expected), Counter(expected) - Counter(lines)
+            number = max(added.total(), removed.total(), 1)  # lines in another order are neither added nor removed
+            foreign.append(f"'{name}' differs from this package's in {number} lines, first in line {first}")
     return foreign
 
 

@@ -20,8 +20,8 @@ def create_repository(name: str | None, accelerator: Accelerator) -> str | None:
 
 
 def upload_run(repository: str, folder: Path, trackers: str = "trackers") -> None:
-    """Uploads a run in one commit, without checkpoints, arguments and tracker files, which hold paths of this machine."""
-    ignored = ["checkpoints/*", "arguments.json", f"{trackers}/*"]
+    """Uploads a run in one commit, without checkpoints and without what tells of this machine: flags, trackers, locks."""
+    ignored = ["checkpoints/*", "arguments.json", ".*", f"{trackers}/*"]
     ignored += [
         f"{path.name}/*" for path in sorted(Path(folder).iterdir()) if path.name != trackers and is_tracker(path)
     ]

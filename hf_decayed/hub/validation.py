@@ -1,6 +1,7 @@
 """Checks staged files before they are uploaded: secrets, paths of this machine, damage, numbers that nobody measured."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
-from ..kinds import read_json, read_text
+from ..kinds import parse_json, read_json, read_text
 from .cards import METHOD
 from .secrets import (
     PNG,
@@ -94,13 +95,11 @@ def check_content(path: Path, name: str) -> None:
         check_lines("\n".join(text.decode("latin-1") for text in read_png_texts(path)), name, LOCAL_PATH)
     elif suffix in (".json", ".jsonl"):
         text = read_text(path)
-        for number, line in enumerate([text] if suffix == ".json" else text.splitlines(), 1):
-            try:
-                content = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError) as error:
-                position = "" if suffix == ".json" else f" in line {number}"
-                raise PublishingError(f"'{name}' is not JSON{position}: {error}.") from error
-            check_strings(content, name)
+        for number, line in enumerate([text] if suffix == ".json" else text.split("\n"), 1):
+            if line.strip():
+                check_strings(
+                    parse_json(line, f"'{name}'" if suffix == ".json" else f"Line {number} of '{name}'"), name
+                )
     elif path.name not in PUBLISHED_NAMES:
         check_lines(read_text(path), name, CODE_PATH if suffix == ".py" else LOCAL_PATH)
 
@@ -153,8 +152,9 @@ def check_claim(claim: str, numbers: list[float]) -> None:
     if not NUMBER.fullmatch(claim):
         raise PublishingError(f"The metadata of README.md give {claim!r} where a number should be.")
     mantissa, _, exponent = claim.lower().partition("e")
-    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))  # of the last digit shown
-    if not any(abs(number - float(claim)) <= 0.5000001 * unit for number in numbers):
+    unit = float(f"1e{int(exponent or 0) - len(mantissa.partition('.')[2])}")  # of the last digit shown
+    value = float(claim)
+    if math.isinf(value) or not any(abs(number - value) <= 0.5000001 * unit for number in numbers):
         raise PublishingError(
             f"The card says {claim}, which is in no results file: README.md may show only what was measured."
         )
@@ -186,10 +186,9 @@ def sentence_numbers(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def iterate_numbers(value) -> Iterator[float]:
-    if isinstance(value, bool):
-        return
-    if isinstance(value, (int, float)):
-        yield float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if abs(value) < 1e300:  # larger whole numbers are no floats
+            yield float(value)
     elif isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from iterate_numbers(item)

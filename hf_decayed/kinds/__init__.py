@@ -9,7 +9,7 @@ import pkgutil
 from pathlib import Path
 
 from ..errors import UserError
-from ._files import read_class_name, read_field, read_json, read_text
+from ._files import parse_json, read_class_name, read_field, read_json, read_text
 from ._kind import Kind, ModelFolder, SavedClass
 
 
@@ -20,6 +20,7 @@ __all__ = [
     "find_kind",
     "list_kinds",
     "package_class",
+    "parse_json",
     "read_class_name",
     "read_field",
     "read_json",

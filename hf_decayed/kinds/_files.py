@@ -9,6 +9,7 @@ from ..errors import UserError
 
 TYPE_NAMES = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a whole number"}
 REQUIRED = object()
+MAX_DEPTH = 100
 
 
 def read_class_name(index: dict, file: str) -> str:
@@ -24,15 +25,28 @@ def read_json(path: Path) -> dict:
     """The fields of a JSON file; none if there is no such file."""
     if not path.exists():
         return {}
-    try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:  # too deep, or a number of too many digits
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"'{path.name}' is not JSON: {error}.") from error
+    content = parse_json(read_text(path), f"'{path.name}'")
     if not isinstance(content, dict):
         raise UserError(f"'{path.name}' must hold an object with fields, got {type(content).__name__}.")
     return content
+
+
+def parse_json(text: str, name: str) -> Any:
+    """JSON of moderate depth, so that functions may walk it recursively."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # besides syntax: numbers of too many digits, or too deep
+        raise UserError(f"{name} is not JSON: {error}.") from error
+    level, depth = [content], 0
+    while level := [item for value in level if isinstance(value, (dict, list)) for item in children(value)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise UserError(f"{name} is nested more than {MAX_DEPTH} levels deep.")
+    return content
+
+
+def children(value: dict | list) -> list:
+    return list(value.values()) if isinstance(value, dict) else value
 
 
 def read_text(path: Path) -> str:
