@@ -259,6 +259,11 @@ def test_a_dry_run_lists_the_files(tmp_path, capsys):
         ),
         ("config.json", '{"auto_map": ["modeling.Model"]}', "`auto_map` in 'config.json' must name code by class"),
         ("config.json", '{"auto_map": {"AutoModel": 1}}', "`auto_map` in 'config.json' must name code by class"),
+        (
+            "config.json",
+            '{"attn_implementation": "somebody/kernel"}',
+            "'config.json' takes code from another repository, the attention kernel 'somebody/kernel'",
+        ),
         ("config.json", '{"auto_map": {"AutoModel": "../x.Model"}}', "`auto_map` in 'config.json' must name a module"),
         ("config.json", '{"auto_map": {"AutoModel": "Model"}}', "`auto_map` in 'config.json' must name a module"),
         (

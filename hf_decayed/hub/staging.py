@@ -157,6 +157,10 @@ def code_modules(staged: Path) -> set[str]:
             raise PublishingError(f"'{name}' takes code from another repository, {foreign[0]}: save the model again.")
         if misnamed := [reference for reference in references if not re.fullmatch(r"[A-Za-z_]\w*\.\w+", reference)]:
             raise PublishingError(f"`auto_map` in '{name}' must name a module and a class, got {misnamed[0]!r}.")
+        # Transformers downloads a kernel, which is native code, for an attention that is named like a repository.
+        kernels = [value for key, value in content.items() if "attn_implementation" in key and "/" in str(value)]
+        if kernels:
+            raise PublishingError(f"'{name}' takes code from another repository, the attention kernel {kernels[0]!r}.")
         if name in ("config.json", "model_index.json"):
             modules |= {reference.partition(".")[0] for reference in references}
         if name == "model_index.json":  # the pipeline's code, and that of components
