@@ -1,5 +1,5 @@
-"""What people do with a transformers model: attention kernels, checkpointing, compile, half precision, offloading,
-pipelines, Trainer, adapters, export."""
+"""Features of the libraries around a model: attention kernels, gradient checkpointing, compile, half precision,
+offloading, pipelines, Trainer, adapters, export."""
 
 import os
 import subprocess
@@ -21,14 +21,14 @@ from hf_decayed import (
     DecayedViTMAEForPreTraining,
     DecayedViTMAEModel,
 )
-from hf_decayed.models.modeling_decayed_vit_mae import image_processor
+from hf_decayed.models.image_processing_decayed import default_image_processor
 
 
 def default_model(model_class=DecayedViTMAEForPreTraining, **fields):
     return random_weights(model_class(DecayedViTMAEConfig(**TINY_SIZES, **fields)))
 
 
-def test_one_switch_reaches_both_towers(pixel_values, noise):
+def test_one_switch_changes_the_kernel_of_encoder_and_decoder(pixel_values, noise):
     model = default_model().eval()
     kernels = []
     for module in model.modules():
@@ -76,7 +76,7 @@ def test_hidden_states_and_attentions(pixel_values):
     assert torch.equal(model.vit(pixel_values, return_dict=False)[0], model.vit(pixel_values).last_hidden_state)
 
 
-def run_in_child(code, **environment):
+def run_in_subprocess(code, **environment):
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, **environment},
@@ -90,8 +90,8 @@ def run_in_child(code, **environment):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_weights_and_autocast(dtype):
-    """In a child, because some CPUs advertise bf16 units that they do not have; the variable keeps oneDNN off them."""
-    output = run_in_child(
+    """In a subprocess: some CPUs advertise bf16 units that they do not have, and the variable turns them off in oneDNN."""
+    output = run_in_subprocess(
         f"""
         import torch
         from conftest import TINY_SIZES, random_weights
@@ -172,7 +172,7 @@ def test_trainer_classifies(tmp_path):
 
 
 def test_trainer_divides_the_loss_by_accumulation(tmp_path):
-    """Labels of a labelled data set reach the model; they must not make Trainer think that it normalises by itself."""
+    """With labels in the batch, Trainer must not assume that the model normalises its loss over accumulation steps."""
     torch.manual_seed(0)
     examples = [{"pixel_values": image, "label": index % 2} for index, image in enumerate(torch.randn(8, 3, 32, 32))]
     norms = []
@@ -192,7 +192,7 @@ def test_trainer_divides_the_loss_by_accumulation(tmp_path):
         trainer = Trainer(model, arguments, train_dataset=examples)
         trainer.train()
         norms.append(trainer.state.log_history[0]["grad_norm"])
-    # Only the prediction head has a gradient in the first step, and its size hardly depends on the masks.
+    # Only the prediction head has a gradient in the first step, and its norm hardly depends on the masks.
     assert norms[0] == pytest.approx(norms[1], rel=0.3)
 
 
@@ -207,7 +207,7 @@ def test_fsdp_finds_the_layers_to_wrap():
 
 def test_sharded_by_fully_shard():
     """FSDP2 of the default preset, the learned schedule and the patch embedding, on a mesh of one CPU."""
-    output = run_in_child(
+    output = run_in_subprocess(
         """
         import os, torch
         from torch.distributed.device_mesh import init_device_mesh
@@ -257,7 +257,7 @@ def test_tuples_by_config(pixel_values):
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "CMYK"])
 def test_processor_takes_images_of_every_mode(mode):
-    processor = image_processor(DecayedViTMAEConfig(**TINY_SIZES))
+    processor = default_image_processor(image_size=32)
     assert processor(Image.new(mode, (50, 40)), return_tensors="pt").pixel_values.shape == (1, 3, 32, 32)
 
 
@@ -274,7 +274,7 @@ def test_lora(tmp_path, targets, pixel_values, noise):
         adapted(pixel_values, noise=noise).loss.backward()
         optimizer.step()
     after = adapted(pixel_values, noise=noise).loss.item()
-    # The patch embedding's adapter counts too: masked images go through the adapted module, not round it.
+    # The patch embedding's adapter is used for masked images too.
     assert all(p.grad.any() for name, p in adapted.named_parameters() if "lora_B" in name)
     assert after != pytest.approx(before, rel=1e-5)
     adapted.save_pretrained(tmp_path)
@@ -284,7 +284,7 @@ def test_lora(tmp_path, targets, pixel_values, noise):
 
 
 def test_backbone_under_a_segmentation_head(tmp_path, pixel_values):
-    """The maps feed a stock transformers head, which builds the backbone through AutoBackbone."""
+    """A segmentation head of transformers builds the backbone through AutoBackbone and takes its feature maps."""
     default_model().save_pretrained(tmp_path)
     backbone = DecayedViTMAEBackbone.from_pretrained(tmp_path, out_indices=[1, 2, 3, 4])
     config = UperNetConfig(backbone_config=backbone.config, num_labels=5, hidden_size=16, auxiliary_in_channels=32)
@@ -305,10 +305,10 @@ def test_export_of_the_encoder(pixel_values):
 
 
 @pytest.mark.parametrize(
-    "name", ["default", "plain", *(pytest.param(each, marks=pytest.mark.slow) for each in ("learned", "scale_both"))]
+    "name", ["default", "plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("learned", "scale_both"))]
 )
 def test_no_graph_breaks(name, pixel_values, noise):
-    """`fullgraph=True` with a backend that only traces; the slow test below compiles for real."""
+    """`fullgraph=True` with a backend that only traces; the slow test below compiles."""
     model = random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES)))
     check_compiled(model, "eager", pixel_values, noise)
 
@@ -351,7 +351,7 @@ def test_save_load_train_two_steps(model_class, preset, tmp_path, pixel_values):
     assert loaded.config.to_json_string() == model.config.to_json_string()
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in loaded.state_dict().items())
-    # Frozen tables stay frozen after loading: they are not parameters at all.
+    # Position tables are not trainable after loading either: they are not parameters.
     assert not any("pos" in name for name, _ in loaded.named_parameters())
     assert loaded.config.shortcut_alphas() == model.config.shortcut_alphas()
 

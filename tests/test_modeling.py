@@ -1,4 +1,4 @@
-"""The models: masking, initial values, the spec's properties, shapes, wrong input."""
+"""The models: masking, initial values, the paper's properties, shapes, wrong input."""
 
 import math
 import weakref
@@ -19,7 +19,7 @@ from hf_decayed import (
 from hf_decayed.models.modeling_decayed_vit_mae import interpolate_positions, sincos_positions
 
 
-# Masking is asked for, never a side effect of a mode.
+# Masking happens on request, never as a side effect of train or eval mode.
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -49,7 +49,7 @@ def test_pretraining_always_masks_and_classification_never(mode, pixel_values):
     assert torch.equal(classifier(pixel_values).logits, classifier(pixel_values).logits)
 
 
-def test_masking_cannot_slip_into_heads_that_never_mask(pixel_values, noise):
+def test_heads_that_never_mask_refuse_arguments_of_masking(pixel_values, noise):
     classifier = DecayedViTMAEForImageClassification(DecayedViTMAEConfig(**TINY_SIZES))
     backbone = DecayedViTMAEBackbone(DecayedViTMAEConfig(**TINY_SIZES))
     for model in (classifier, backbone):
@@ -61,7 +61,7 @@ def test_masking_cannot_slip_into_heads_that_never_mask(pixel_values, noise):
 
 
 def test_tokens_of_a_whole_image_come_in_patch_order(pixel_values):
-    """A network of no branches shows where each token came from."""
+    """With zero branches, the tokens are the embedded patches."""
     model = DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES, shortcut_decay=1.0))
     patches = model(pixel_values).last_hidden_state[:, 1:] - model.embeddings.position_embeddings[:, 1:]
     conv = model.embeddings.patch_embeddings.projection
@@ -107,7 +107,7 @@ def test_initial_value_of_every_parameter(preset):
         assert name not in dict(model.named_parameters())
 
     def uniform_in(tensor, bound):
-        """Within the bound, nearly reaching it, and as wide as a uniform draw."""
+        """Within the bound, nearly up to it, and with the standard deviation of a uniform distribution."""
         assert tensor.abs().max() <= bound
         assert tensor.abs().max() > 0.95 * bound
         assert tensor.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.1)
@@ -156,11 +156,11 @@ def test_same_seed_same_weights():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# The spec's properties.
+# The paper's properties.
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.8, 0.6])
-def test_at_initialisation_the_encoder_is_its_shortcuts(decay, pixel_values):
+def test_the_initial_encoder_multiplies_by_its_alphas(decay, pixel_values):
     model = DecayedViTMAEModel(DecayedViTMAEConfig(**{**TINY_SIZES, "num_hidden_layers": 12}, shortcut_decay=decay))
     outputs = model(pixel_values, output_hidden_states=True, output_skips=True)
     embeddings = outputs.hidden_states[0]
@@ -185,15 +185,15 @@ def test_skips_are_every_other_layer_deepest_first(pixel_values, noise):
     assert len(fewer.skips) == 1 and torch.equal(fewer.skips[0], outputs.skips[0])
 
 
-def test_initial_prediction_is_zero_and_so_the_loss_is_known(pixel_values):
+def test_initial_prediction_is_zero_and_its_loss_is_known(pixel_values):
     model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES, norm_pix_loss=True))
     outputs = model(pixel_values)
     assert not outputs.logits.any()
     assert outputs.loss.item() == pytest.approx(191 / 192, abs=1e-5)
 
 
-def test_gradients_arrive_in_waves(pixel_values, noise):
-    """Zero-initialised outputs let the first steps reach one wave of parameters after another."""
+def test_first_step_with_a_gradient(pixel_values, noise):
+    """Zero-initialised outputs block gradients: each training step lets them reach one more group of parameters."""
     model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     first_step = {}
@@ -228,7 +228,7 @@ def test_decoder_sees_the_image_through_the_skips_only(pixel_values, noise):
     assert torch.equal(blind, other)
 
 
-def test_masked_patches_cannot_be_seen(preset, pixel_values, noise):
+def test_predictions_do_not_depend_on_masked_patches(preset, pixel_values, noise):
     model = random_weights(DecayedViTMAEForPreTraining(preset)).eval()
     mask = model(pixel_values, noise=noise).mask
     other_image = model.patchify(torch.randn_like(pixel_values))
@@ -237,17 +237,17 @@ def test_masked_patches_cannot_be_seen(preset, pixel_values, noise):
 
 
 @pytest.mark.parametrize("norm_pix_loss", [True, False])
-def test_reconstruction_replaces_removed_patches_alone(norm_pix_loss):
+def test_reconstruction_replaces_masked_patches_alone(norm_pix_loss):
     config = DecayedViTMAEConfig(**{**TINY_SIZES, "image_size": (32, 16)}, norm_pix_loss=norm_pix_loss)
     model = random_weights(DecayedViTMAEForPreTraining(config))
     images, noise = 3 + torch.randn(2, 3, 32, 16), torch.rand(2, 8)
-    reconstructed, removed = model.reconstruct(images, noise=noise)
+    reconstructed, masked = model.reconstruct(images, noise=noise)
     outputs = model(images, noise=noise)
-    assert removed.dtype == torch.bool and removed.shape == reconstructed.shape == images.shape
-    assert torch.equal(model.patchify(removed).float().mean(-1), outputs.mask)
-    assert torch.equal(reconstructed[~removed], images[~removed])
+    assert masked.dtype == torch.bool and masked.shape == reconstructed.shape == images.shape
+    assert torch.equal(model.patchify(masked).float().mean(-1), outputs.mask)
+    assert torch.equal(reconstructed[~masked], images[~masked])
 
-    # In the space of the loss, what stands in the removed patches is as wrong as the loss says.
+    # In the normalisation of the loss, the error of the masked patches equals the loss.
     target, predicted = model.patchify(images), model.patchify(reconstructed)
     if norm_pix_loss:
         deviation = (target.var(-1, keepdim=True) + 1e-6).sqrt()
@@ -260,14 +260,14 @@ def test_reconstruction_replaces_removed_patches_alone(norm_pix_loss):
 
 
 def test_every_parameter_is_trained(preset, pixel_values):
-    """Also when the encoder has more candidate skips than the decoder has layers, as at sizes L and H."""
+    """Also when half the encoder's layers outnumber the decoder's, as at sizes L and H."""
     preset.num_hidden_layers = 12
     model = random_weights(DecayedViTMAEForPreTraining(preset))
     assert preset.num_skips in (0, 2, 3)
     model(pixel_values).loss.backward()
-    # A key's bias adds the same to every score of a query: softmax takes it out again.
-    idle = [name for name, p in model.named_parameters() if not p.grad.any() and not name.endswith("k_proj.bias")]
-    assert idle == []
+    # A key's bias adds the same number to every score of a query, and softmax cancels it.
+    untrained = [name for name, p in model.named_parameters() if not p.grad.any() and not name.endswith("k_proj.bias")]
+    assert untrained == []
 
 
 def test_learned_alphas_are_trained_and_counted(pixel_values):
@@ -305,7 +305,7 @@ def test_positions_are_interpolated_in_two_dimensions():
     assert interpolate_positions(table, (4, 6), (4, 6)) is table
     larger = interpolate_positions(table, (4, 6), (8, 6))
     assert larger.shape == (1, 49, 16) and torch.equal(larger[:, :1], table[:, :1])
-    # Width's half of the table does not depend on the row, so stretching the height must leave it alone.
+    # The width's half of the table does not depend on the row, so another height must not change it.
     rows = larger[0, 1:].view(8, 6, 16)
     torch.testing.assert_close(
         rows[..., :8], table[0, 1:].view(4, 6, 16)[:1, :, :8].expand(8, -1, -1), rtol=1e-4, atol=1e-5
@@ -369,7 +369,7 @@ def test_feature_maps(pixel_values):
     "model_class", [DecayedViTMAEModel, DecayedViTMAEForPreTraining, DecayedViTMAEForImageClassification]
 )
 @pytest.mark.parametrize("shape", [(3, 32, 32), (2, 1, 32, 32), (2, 3, 32, 40), (2, 3, 30, 32)])
-def test_wrong_shapes_name_both(model_class, shape):
+def test_wrong_shapes_are_refused(model_class, shape):
     model = model_class(DecayedViTMAEConfig(**TINY_SIZES))
     expected = r"`pixel_values` must have shape \(batch_size, 3, 32, 32\), got \(" + ", ".join(map(str, shape))
     with pytest.raises(ValueError, match=expected):
@@ -391,7 +391,7 @@ def test_other_wrong_input(pixel_values):
         model.unpatchify(torch.zeros(1, 15, 192))
 
 
-def test_the_encoder_keeps_no_layer_alive(pixel_values):
+def test_the_encoder_frees_the_output_of_each_layer(pixel_values):
     model = DecayedViTMAEModel(DecayedViTMAEConfig(**{**TINY_SIZES, "num_hidden_layers": 8})).eval()
     outputs, alive = [], []
     for layer in model.layers:
@@ -414,7 +414,7 @@ def test_other_depth_means_other_stages():
 
 
 def test_decay_costs_one_fused_operation_per_branch(pixel_values):
-    """Nothing is multiplied apart: with and without decay the encoder runs the very same operators."""
+    """With and without decay the encoder runs the same operators: the multiplication is part of the addition."""
 
     def operators(decay):
         model = DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES, shortcut_decay=decay)).eval()

@@ -32,7 +32,7 @@ from hf_decayed import (
 
 CLASSES = [DecayedViTMAEModel, DecayedViTMAEForPreTraining, DecayedViTMAEForImageClassification]
 
-# Runs where the package is out of reach; prints what the three Auto classes give on fixed input.
+# Runs in a process that cannot import the package; prints the outputs of the three Auto classes on fixed input.
 CLEAN_PROCESS = """
 import importlib.abc, json, sys
 
@@ -74,7 +74,7 @@ def in_clean_process(source, *arguments, **environment):
         cwd="/",
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "trust_remote_code" not in result.stderr  # no warning about what everyone passes
+    assert "trust_remote_code" not in result.stderr  # no warning of an argument that everyone passes
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -101,7 +101,7 @@ def publish(folder, model_class=DecayedViTMAEForPreTraining, **fields):
 
 
 def head_of(model_class):
-    """The Auto classes whose weights a folder of `model_class` holds in full; other heads start anew."""
+    """The Auto classes whose weights a folder of `model_class` holds in full; other heads start untrained."""
     return {
         DecayedViTMAEModel: ["AutoModel"],
         DecayedViTMAEForPreTraining: ["AutoModel", "AutoModelForPreTraining"],
@@ -112,7 +112,7 @@ def head_of(model_class):
 @pytest.mark.parametrize(
     "model_class",
     [DecayedViTMAEForPreTraining]
-    + [pytest.param(each, marks=pytest.mark.slow) for each in CLASSES if each is not DecayedViTMAEForPreTraining],
+    + [pytest.param(cls, marks=pytest.mark.slow) for cls in CLASSES if cls is not DecayedViTMAEForPreTraining],
 )
 def test_folder_of_every_class_loads_with_every_auto_class(model_class, tmp_path):
     publish(tmp_path / "model", model_class)
@@ -120,6 +120,7 @@ def test_folder_of_every_class_loads_with_every_auto_class(model_class, tmp_path
     assert files == {
         "config.json",
         "configuration_decayed_vit_mae.py",
+        "image_processing_decayed.py",
         "model.safetensors",
         "modeling_decayed_vit_mae.py",
         "preprocessor_config.json",
@@ -134,7 +135,7 @@ def test_folder_of_every_class_loads_with_every_auto_class(model_class, tmp_path
             if auto in head_of(model_class):
                 assert remote[auto][1] == value
     assert remote["processor"] == [[0.485, 0.456, 0.406], 32]
-    # What a clean process saves loads again, code and all.
+    # A folder saved by a process without the package loads again, with its code.
     assert in_clean_process(tmp_path / "again")["AutoModel"] == remote["AutoModel"]
 
 
@@ -150,13 +151,13 @@ def test_over_http(tmp_path):
     assert [remote[auto] for auto in ("AutoModel", "AutoModelForPreTraining")] == [
         local[auto] for auto in ("AutoModel", "AutoModelForPreTraining")
     ]
-    # Once fetched it needs no network.
+    # Once downloaded, it needs no network.
     offline = in_clean_process("user/decayed-mae", HF_HOME=str(tmp_path / "cache"))
     assert offline["AutoModel"] == remote["AutoModel"]
 
 
 @pytest.mark.parametrize(
-    "name", ["learned", *(pytest.param(each, marks=pytest.mark.slow) for each in ("plain", "skips_and_norm"))]
+    "name", ["learned", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "skips_and_norm"))]
 )
 def test_other_presets_in_a_clean_process(name, tmp_path):
     random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES))).save_pretrained(tmp_path)
@@ -165,7 +166,7 @@ def test_other_presets_in_a_clean_process(name, tmp_path):
         assert remote[auto] == local[auto]
 
 
-def test_an_older_transformers_is_told_which_version_it_needs(tmp_path):
+def test_an_older_transformers_fails_with_the_required_version(tmp_path):
     publish(tmp_path)
     code = f"""
 import importlib.metadata as metadata
@@ -186,7 +187,7 @@ def test_no_local_path_is_saved(tmp_path):
         assert str(tmp_path) not in file.read_text()
 
 
-def test_processor_fits_the_model_and_an_own_one_is_kept(tmp_path):
+def test_the_saved_processor_fits_the_model_and_is_not_overwritten(tmp_path):
     publish(tmp_path / "grey", num_channels=1)
     processor = AutoImageProcessor.from_pretrained(tmp_path / "grey")
     assert processor.image_mean == pytest.approx([0.449]) and processor.image_std == pytest.approx([0.226])
@@ -198,7 +199,7 @@ def test_processor_fits_the_model_and_an_own_one_is_kept(tmp_path):
     assert AutoImageProcessor.from_pretrained(tmp_path / "grey").size["height"] == 64
 
 
-# Other people's checkpoints are converted or refused.
+# Checkpoints of other models are converted or refused.
 
 
 def test_vit_mae_folder_is_converted(tmp_path, pixel_values, noise):
@@ -270,16 +271,16 @@ def test_a_config_changed_after_building_is_not_saved(tmp_path):
     assert not (tmp_path / "second").exists()
 
 
-def test_other_shapes_are_refused_even_when_asked_to_ignore_them(tmp_path):
+def test_other_shapes_are_refused_with_ignore_mismatched_sizes(tmp_path):
     publish(tmp_path, DecayedViTMAEForImageClassification, num_labels=3)
     with pytest.raises(ValueError, match="of another shape: .*mlp.fc1.weight"):
         DecayedViTMAEModel.from_pretrained(tmp_path, intermediate_size=128, ignore_mismatched_sizes=True)
-    # What it is for: a classifier with other labels.
+    # A classifier with other labels is what the argument is for.
     model = DecayedViTMAEForImageClassification.from_pretrained(tmp_path, num_labels=9, ignore_mismatched_sizes=True)
     assert model.classifier.weight.shape == (9, 32)
 
 
-def test_pickles_are_refused_with_a_way_out(tmp_path):
+def test_pickles_are_refused_with_advice(tmp_path):
     model = publish(tmp_path)
     with pytest.raises(ValueError, match="`use_safetensors` must be True"):
         DecayedViTMAEModel.from_pretrained(tmp_path, use_safetensors=False)
@@ -290,7 +291,7 @@ def test_pickles_are_refused_with_a_way_out(tmp_path):
 
 
 def test_a_missing_decoder(tmp_path):
-    """Of ours it starts anew, said aloud; of another's checkpoint it is refused."""
+    """The decoder of our own checkpoints starts untrained, with a warning; a ViTMAE checkpoint without one is refused."""
     publish(tmp_path / "ours", DecayedViTMAEModel)
     with pytest.warns(UserWarning, match="holds no decoder: it starts untrained"):
         DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "ours")
@@ -299,7 +300,7 @@ def test_a_missing_decoder(tmp_path):
         DecayedViTMAEForPreTraining.from_pretrained(tmp_path / "theirs")
 
 
-def test_the_final_norm_is_not_dropped_in_silence(tmp_path):
+def test_the_final_norm_is_not_dropped_silently(tmp_path):
     plain = DecayedViTMAEConfig.plain(**TINY_SIZES)
     random_weights(DecayedViTMAEForPreTraining(plain)).save_pretrained(tmp_path / "pretraining")
     random_weights(DecayedViTMAEForImageClassification(plain)).save_pretrained(tmp_path / "classifier")
@@ -309,7 +310,7 @@ def test_the_final_norm_is_not_dropped_in_silence(tmp_path):
         DecayedViTMAEForImageClassification.from_pretrained(tmp_path / "classifier", final_norm=False)
 
 
-def test_uploading_sends_the_processor_too(tmp_path, monkeypatch):
+def test_the_processor_is_uploaded_too(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(
         "huggingface_hub.HfApi.create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"user/{repo_id}")
@@ -330,7 +331,7 @@ def test_fine_tuning_may_drop_the_final_norm(tmp_path):
     assert model.classifier.weight.shape == (7, 32)
 
 
-def test_truncated_weights_leave_nothing_behind(tmp_path):
+def test_truncated_weights_are_refused(tmp_path):
     publish(tmp_path)
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
