@@ -397,7 +397,7 @@ def save_metadata(path, secret):
     save_file(weights, path.parent / "model.safetensors", metadata={"format": "pt", "note": secret})
 
 
-PLACES = {
+WRITERS = {
     "text": lambda path, secret: path.with_suffix(".txt").write_text(f"Some words.\n{secret}\n"),
     "code": lambda path, secret: path.with_suffix(".py").write_text(f'"""\n{secret}\n"""\n'),
     "UTF-16": lambda path, secret: path.with_suffix(".txt").write_bytes(f"Words: {secret}".encode("utf-16")),
@@ -417,12 +417,12 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("secret", SECRETS)
-def test_secrets_are_found_everywhere(secret, place, tmp_path):
-    if place == "safetensors":
+def test_secrets_are_found_everywhere(secret, writer, tmp_path):
+    if writer == "safetensors":
         save_file({"weight": pytest.importorskip("torch").zeros(2)}, tmp_path / "model.safetensors")
-    PLACES[place](tmp_path / "extra", SECRETS[secret])
+    WRITERS[writer](tmp_path / "extra", SECRETS[secret])
     (path,) = tmp_path.iterdir()
     assert find_secret(path)
 
