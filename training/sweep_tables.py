@@ -1,0 +1,198 @@
+"""Tables of a sweep, from its records: the lines of `results.jsonl`, which sweep.py writes.
+
+A record holds the `evaluation` of an encoder's features, the `samples` and `blocks` of a pipeline, or, in the `results` of a
+classifier, its `accuracy`.
+"""
+
+from collections import defaultdict
+
+import numpy as np
+
+
+Groups = dict[str, list[dict]]  # records by the name of the run, one for each seed
+
+
+def format_tables(records: list[dict]) -> str:
+    """One Markdown table for each kind of record."""
+    tables = {
+        feature_table: encoders(records),
+        diffusion_table: pipelines(records),
+        accuracy_table: classifiers(records),
+    }
+    return "\n".join(table(group_by_name(selected)) for table, selected in tables.items() if selected)
+
+
+def encoders(records: list[dict]) -> list[dict]:
+    return [record for record in records if "evaluation" in record]
+
+
+def pipelines(records: list[dict]) -> list[dict]:
+    return [record for record in records if "samples" in record]
+
+
+def classifiers(records: list[dict]) -> list[dict]:
+    return [record for record in records if "accuracy" in record["results"]]
+
+
+def group_by_name(records: list[dict]) -> Groups:
+    groups = defaultdict(list)
+    for record in records:
+        groups[record["name"]].append(record)
+    return dict(groups)
+
+
+def has_skip_ablation(record: dict) -> bool:
+    """Whether the model has encoder-decoder skips, and their ablation was measured."""
+    return bool(record["results"].get("skip_use"))
+
+
+def markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
+
+
+def mean_and_range(values: list[float | None], percent: bool = False) -> str:
+    """The mean, with the smallest and the largest value if there are several; empty if one was not measured."""
+    if not values or None in values:
+        return ""
+    scale, digits = (100, 1) if percent else (1, 3)
+    text = f"{scale * np.mean(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} ({scale * min(values):.{digits}f}-{scale * max(values):.{digits}f})"
+
+
+def feature_table(groups: Groups) -> str:
+    """Training, features and skips of encoders."""
+    columns = ["run", "seeds", "steps", "loss", "kNN, mean (%)", "kNN, class token (%)", "kNN, best layer (%)"]
+    columns += ["linear, mean (%)", "linear, class token (%)", "rank, mean", "rank, class token"]
+    columns += ["norm", "deepest skip", "TFLOP"]
+    rows = [feature_cells(name, records) for name, records in groups.items()]
+    first = next(iter(groups.values()))[0]
+    pixels = first["evaluation"].get("pixels", {})
+    knn, linear, rank = (pixels.get(metric) for metric in ("knn_accuracy", "linear_accuracy", "effective_rank"))
+    cells = ["raw pixels", "", "", "", mean_and_range([knn], percent=True), "", ""]
+    cells += [mean_and_range([linear], percent=True), "", mean_and_range([rank])]
+    rows.append(cells + [""] * (len(columns) - len(cells)))
+    lines = [*markdown_table(columns, rows), ""]
+    untrained = {
+        name: mean_and_range([record["results"]["knn_accuracy_untrained"] for record in records], percent=True)
+        for name, records in groups.items()
+    }
+    if all(untrained.values()):
+        values = "; ".join(f"{name} {value} %" for name, value in untrained.items())
+        lines.append(f"Untrained, kNN on the images that mae.py evaluates on: {values}.")
+    protocol, dataset = first["protocol"], first["dataset"]
+    lines.append(
+        f"{dataset['name']}: {dataset['number']['train']} training and {dataset['number']['test']} held-out images. kNN: "
+        f"k = {protocol['knn']['k']}, cosine, temperature {protocol['knn']['temperature']}; linear: {protocol['linear']['name']}. "
+        "Features are of the last layer, the mean of all tokens or the class token; norm: of its tokens; deepest skip: rise of "
+        "the loss when the decoder gets its mean instead, where it was measured. Means over seeds, with the smallest and largest."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def feature_cells(name: str, records: list[dict]) -> list[str]:
+    evaluations = [record["evaluation"] for record in records]
+
+    def measured(metric, percent):
+        return [
+            mean_and_range([evaluation[feature].get(metric) for evaluation in evaluations], percent)
+            for feature in ("last.mean", "last.cls")
+        ]
+
+    best_layers = []
+    for evaluation in evaluations:
+        accuracies = [evaluation[layer].get("knn_accuracy") for layer in layer_features(evaluation)]
+        best_layers.append(None if None in accuracies else max(accuracies))
+    norms = [[point["encoder_norm"] for point in record["curve"] if "encoder_norm" in point] for record in records]
+    ablations = [record["results"]["skip_use"] for record in records if has_skip_ablation(record)]
+    # Adding zero turns -0.0 into 0.0.
+    deepest = [round(next(iter(increases.values())), 3) + 0.0 for increases in ablations]
+    return [
+        name,
+        str(len(records)),
+        str(records[0]["steps"]),
+        mean_and_range([record["results"]["loss"] for record in records]),
+        *measured("knn_accuracy", percent=True),
+        mean_and_range(best_layers, percent=True),
+        *measured("linear_accuracy", percent=True),
+        *measured("effective_rank", percent=False),
+        mean_and_range([values[-1] for values in norms]),
+        mean_and_range(deepest),
+        f"{records[0]['training_flops'] / 1e12:.3g}",
+    ]
+
+
+def layer_features(evaluation: dict) -> list[str]:
+    """Names such as `6.mean`, without those of the last layer."""
+    return [name for name in evaluation if name[0].isdigit()]
+
+
+def accuracy_table(groups: Groups) -> str:
+    """Accuracy and rank of classifiers."""
+    rows = []
+    for records in groups.values():
+        results = [record["results"] for record in records]
+        cells = [str(results[0]["shortcut_decay"]), str(results[0]["num_blocks"]), str(len(records))]
+        cells.append(mean_and_range([result["accuracy"] for result in results], percent=True))
+        cells += [mean_and_range([result[name] for result in results]) for name in ("effective_rank", "loss")]
+        rows.append(cells)
+    first = next(iter(groups.values()))[0]["results"]
+    lines = [
+        *markdown_table(["shortcut_decay", "blocks", "seeds", "accuracy (%)", "effective rank", "loss"], rows),
+        "",
+        f"{first['dataset']['name']}: {first['dataset']['number']} training images, {first['steps']} steps, "
+        f"{first['images_seen']} images seen. Rank: entropy, of the last stage's features averaged over places, on "
+        "held-out images. Means over seeds, with the smallest and largest.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def diffusion_table(groups: Groups) -> str:
+    """Metrics of a pipeline's samples, with their spread for one seed, and the best block and noise level."""
+    first = next(iter(groups.values()))[0]
+    label, *baselines = first["samples"]["rows"]
+    metrics = [name for name in first["samples"]["rows"][label] if not name.endswith("_spread")]
+    columns = ["run", "seeds", "loss", *(name.replace("_", " ") for name in metrics)]
+    columns += ["linear, best cell (%)", "at", "kNN, best cell (%)", "at"]
+    rows = []
+    for name, records in groups.items():
+        cells = [name, str(len(records)), mean_and_range([record["results"]["loss"] for record in records])]
+        cells += sample_cells([next(iter(record["samples"]["rows"].values())) for record in records], metrics)
+        for metric in ("linear_accuracy", "knn_accuracy"):
+            best = [record["blocks"]["best"].get(metric) for record in records]
+            values = [cell and record["blocks"]["rows"][cell][metric] for record, cell in zip(records, best)]
+            cells += [mean_and_range(values, percent=True), ", ".join(dict.fromkeys(filter(None, best)))]
+        rows.append(cells)
+    lines = markdown_table(columns, rows)
+    for baseline in baselines:
+        cells = sample_cells([first["samples"]["rows"][baseline]], metrics)
+        lines.append(f"| {baseline} | | | {' | '.join(cells)} | | | | |")
+    lines += ["", diffusion_protocol(first, label)]
+    return "\n".join(lines) + "\n"
+
+
+def sample_cells(rows: list[dict], metrics: list[str]) -> list[str]:
+    cells = []
+    for metric in metrics:
+        text = f"{np.mean([row[metric] for row in rows]):.3g}"
+        if f"{metric}_spread" in rows[0]:
+            text += f" +- {np.mean([row[f'{metric}_spread'] for row in rows]):.2g}"
+        cells.append(text)
+    return cells
+
+
+def diffusion_protocol(record: dict, label: str) -> str:
+    results, blocks, protocol = record["results"], record["blocks"], record["samples"]["protocol"]
+    number, grid, pixels = blocks["dataset"]["number"], blocks["grid"], blocks["rows"].get("pixels", {})
+    accuracies = [
+        f"{name} {100 * pixels[metric]:.1f} %"
+        for name, metric in (("linear", "linear_accuracy"), ("kNN", "knn_accuracy"))
+        if metric in pixels
+    ]
+    return (
+        f"{results['dataset']['name']}: {results['steps']} steps, {results['images_seen']} images seen. {label}, against "
+        f"{protocol['reference']}; features: {protocol['features']}; +-: {protocol['frechet'].removeprefix('spread: ')}, and "
+        f"over subsets for the kernel distance. Blocks: {number['train']} training and {number['test']} held-out images, ridge "
+        f"and 20 neighbours, the best cell of {len(grid['blocks'])} blocks by {len(grid['noise_levels'])} noise levels, chosen "
+        f"on the held-out images. Raw pixels: {', '.join(accuracies)}."
+    )
