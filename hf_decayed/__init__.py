@@ -39,8 +39,7 @@ def _register(auto_map: dict[str, str]) -> None:
 
 
 _deprecated.install()
-# Public name -> module, from the `__all__` of the modules; the file of the two functions is published, and has none.
-_modules = dict.fromkeys(["effective_decay", "suggest_shortcut_decay"], ".models.shortcut_decay")
+_modules: dict[str, str] = {}  # public name -> its module, from the `__all__` of the modules
 for _path in sorted([*_Path(__file__).parent.glob("models/*.py"), *_Path(__file__).parent.glob("pipelines/*.py")]):
     _constants = _read_constants(_path)
     _modules |= dict.fromkeys(_constants.get("__all__", []), f".{_path.parent.name}.{_path.stem}")

@@ -10,6 +10,8 @@ import math
 import warnings
 
 
+__all__ = ["effective_decay", "suggest_shortcut_decay"]
+
 # Each schedule maps relative depth (0 at the first branch, 1 at the last) to the share of the decay applied there.
 SCHEDULES = {
     "linear": lambda depth: depth,
