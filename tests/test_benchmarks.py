@@ -1,0 +1,159 @@
+"""`training/benchmarks`: every benchmark runs and writes its tables; the shared timing computes what it says."""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+
+
+sys.path.append(str(ROOT / "training" / "benchmarks"))
+
+from timing import (  # noqa: E402
+    OPERATORS,
+    Stopwatch,
+    compare,
+    compare_part,
+    extra_memory,
+    profile_shares,
+    render,
+    run_benchmark,
+    summarize,
+)
+
+
+OPTIONS = argparse.Namespace(rounds=3, device="cpu", threads=1)
+
+
+def test_variants_take_turns_in_every_round():
+    calls = []
+    variants = {name: lambda name=name: calls.append(name) for name in ("first", "second")}
+    durations = {"first": 2.0, "second": 1.0}
+
+    def seconds(run):
+        run()
+        return durations[calls[-1]]
+
+    table = compare("title", variants, 8, OPTIONS, seconds)
+    assert calls == ["first", "second"] + ["first", "second", "second", "first", "first", "second"]
+    assert table["peer"] == "first" and list(table["rows"]) == ["first", "second"]
+    assert table["rows"]["second"] == {"images per second": 8.0, "ratio": 2.0, "smallest": 2.0, "largest": 2.0}
+
+
+def test_summary_has_medians_and_the_range_of_ratios():
+    rounds = [{"a": 1.0, "b": 2.0}, {"a": 4.0, "b": 4.0}, {"a": 3.0, "b": 1.0}]
+    assert summarize("title", rounds, 6)["rows"] == {
+        "a": {"images per second": 2.0, "ratio": 1.0, "smallest": 1.0, "largest": 1.0},
+        "b": {"images per second": 3.0, "ratio": 1.0, "smallest": 0.5, "largest": 3.0},
+    }
+
+
+def test_stopwatch_measures_a_part_of_the_whole():
+    stopwatch = Stopwatch("cpu")
+    part = stopwatch.wrap(lambda value, factor: time.sleep(0.01) or value * factor)
+
+    def run():
+        time.sleep(0.01)
+        assert part(2, factor=3) == part(3, factor=2) == 6
+
+    run()
+    assert stopwatch.seconds >= 0.02
+    table = compare_part("title", "part", "whole", run, stopwatch, 1, OPTIONS)
+    assert table["peer"] == "part" and 0 < table["rows"]["whole"]["ratio"] < 1  # a part is shorter than the whole
+
+
+def test_profile_and_memory():
+    left = torch.randn(300, 300)
+    shares = profile_shares(lambda: left @ left)
+    assert shares.keys() == {*OPERATORS, "other"} and shares["matrix products"] > 50
+    assert sum(shares.values()) == pytest.approx(100, abs=1)
+    assert extra_memory(lambda: (torch.ones(2**24), time.sleep(0.1))) >= 32  # of 64 MB
+
+
+def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
+    table = summarize("a title", [{"peer": 1.0, "ours": 0.5}], 4)
+    table["rows"]["peer"]["MFU (%)"], table["rows"]["ours"]["MFU (%)"] = 40.0, 80.0
+    table |= {"peak (GFLOP/s)": 85, "time goes to (%)": {"ours": {"attention": 99.8, "other": 0.2}}}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=lambda text: tmp_path / text)
+    parser.set_defaults(threads=torch.get_num_threads(), device="cpu")
+    monkeypatch.setattr(sys, "argv", ["elsewhere/models.py", "--output", "folder/results.json"])
+    run_benchmark(lambda options: [table], parser)
+    results = json.loads((tmp_path / "folder" / "results.json").read_text())
+    assert results["command"] == "python training/benchmarks/models.py --output folder/results.json"
+    assert results["tables"] == [table] and results["dtype"] == "float32" and "torch" in results["versions"]
+    printed = capsys.readouterr().out
+    assert printed.strip() == render(results)
+    assert "| | images/s | times the first | spread | MFU (%) of 85 GFLOP/s |" in printed
+    assert "| ours | 8 | 2.00 | 2.00-2.00 | 80 |" in printed and "| time goes to (%) | attention |\n" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name, flags, titles",
+    [
+        (
+            "models",
+            ["--batch_size", 4],
+            [
+                "tiny: pretraining step, batch 4",
+                "tiny: features of whole images, batch 4",
+                "tiny: choosing a quarter of the rows",
+            ],
+        ),
+        (
+            "data",
+            ["--batch_size", 8, "--steps", 1],
+            [
+                "tiny, batch 8: bundled images, held in memory",
+                "tiny, batch 8: 2 whole steps (images, model, optimizer, logging)",
+            ],
+        ),
+        ("training", ["--batch_size", 4], ["tiny: pretraining step, batch 4"]),
+        (
+            "evaluation",
+            ["--bank", 400, "--queries", 100],
+            [
+                "kNN, 400 x 768 bank, 100 queries (images/s: queries)",
+                "effective rank, 400 x 768",
+                "effective rank, 400 x 768",
+                "features of 512 bundled images, tiny",
+            ],
+        ),
+        (
+            "diffusion",
+            ["--batch_size", 1],
+            [
+                "U-ViT-S: denoising, batch 1",
+                "U-ViT-S: training step, batch 1",
+                "SiT-S/2: forward, batch 1",
+                "U-ViT-S: training on latents of 256 pixels, batch 2",
+                "Sampling: 50 steps, batch 1, small network",
+            ],
+        ),
+    ],
+)
+def test_benchmark_runs(name, flags, titles, tmp_path):
+    output = tmp_path / "results.json"
+    command = [sys.executable, f"training/benchmarks/{name}.py", "--sizes", "tiny", "--rounds", 1, *flags]
+    command = [*map(str, command), "--output", str(output)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    results = json.loads(output.read_text())
+    assert [table["title"] for table in results["tables"]] == titles
+    assert results["command"].startswith(f"python training/benchmarks/{name}.py --sizes tiny")
+    assert all(row["images per second"] > 0 for table in results["tables"] for row in table["rows"].values())
+    assert all(f"**{title}**" in result.stdout for title in titles)
+
+
+@pytest.mark.slow
+def test_benchmark_refuses_unknown_sizes():
+    command = [sys.executable, "training/benchmarks/training.py", "--sizes", "tiny,huge"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    assert "training.py: argument --sizes: must be some of tiny, base, got huge" in result.stderr
