@@ -136,6 +136,8 @@ def test_ablation_forms(form, shortcut, branch):
     x_middle = shortcut * x + branch * layer.attention(layer.layernorm_before(x))[0]
     expected = shortcut * x_middle + branch * layer.mlp(layer.layernorm_after(x_middle))
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
+    layer.dropout = torch.nn.Identity()  # stochastic depth replaces the dropout; the scale is not part of it
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_state_dicts_go_both_ways(pixel_values, noise):

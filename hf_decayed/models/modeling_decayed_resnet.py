@@ -78,7 +78,7 @@ class DecayedResNetEncoder(ResNetEncoder):
         for stage, depth in enumerate(config.depths):
             stride = 2 if stage > 0 or config.downsample_in_first_stage else 1
             stage_alphas = [next(alphas) for _ in range(depth)]
-            self.stages.append(DecayedResNetStage(config, *widths[stage : stage + 2], stride, stage_alphas))
+            self.stages.append(DecayedResNetStage(config, widths[stage], widths[stage + 1], stride, stage_alphas))
 
 
 class DecayedResNetPreTrainedModel(ResNetPreTrainedModel):
