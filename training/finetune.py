@@ -148,7 +148,8 @@ def main():
     measured = run.evaluate(monitor, evaluated)
     dataset = {"name": splits.name, "fingerprint": images.fingerprint(), "number": len(images)}
     results = run.results({**measured, "dataset": {**dataset, "held_out": splits.held_out_rule}})
-    run.print(f"accuracy {100 * results['accuracy']:.1f} %, loss {results['loss']:.4f}, {results['seconds']:.0f} s")
+    if run.is_main_process:
+        print(f"accuracy {100 * results['accuracy']:.1f} %, loss {results['loss']:.4f}, {results['seconds']:.0f} s")
     run.finish(results, "model")
 
 

@@ -56,7 +56,7 @@ def parse_arguments(arguments=None):
     probing.add_argument("--ema_decay", type=fraction, help="of an average of the classifier, which is evaluated")
     probing.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"])
     probing.add_argument("--cpu_threads", type=positive_int)
-    add_run_arguments(parser, "nothing: the classifier is evaluated")
+    add_run_arguments(parser, None)
     stopping = parser.add_argument_group(f"cache and stop ({MAY_CHANGE})")
     stopping.add_argument("--features_dir", type=Path, default=Path("outputs/features"), help="cache of features")
     stopping.add_argument("--max_eval_samples", type=positive_int)

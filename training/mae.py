@@ -192,7 +192,8 @@ def main():
             },
         }
     )
-    run.print(summary(results))
+    if run.is_main_process:
+        print(summary(results))
     run.finish(results, "model, reconstructions.png")
 
 

@@ -142,10 +142,11 @@ def main():
             "dataset": {**dataset, "held_out": splits.held_out_rule},
         }
     )
-    run.print(
-        f"accuracy {100 * results['accuracy']:.1f} %, effective rank {results['effective_rank']:.2f}, "
-        f"loss {results['loss']:.4f}, {results['seconds']:.0f} s"
-    )
+    if run.is_main_process:
+        print(
+            f"accuracy {100 * results['accuracy']:.1f} %, effective rank {results['effective_rank']:.2f}, "
+            f"loss {results['loss']:.4f}, {results['seconds']:.0f} s"
+        )
     run.finish(results, "model")
 
 

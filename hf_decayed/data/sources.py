@@ -16,7 +16,9 @@ from ..errors import DataError
 
 BUNDLED = "fashion_mnist_subset"
 HELD_OUT_ONE_IN = 10
-HELD_OUT_RULE = f"images whose file has a CRC-32 divisible by {HELD_OUT_ONE_IN}"
+HELD_OUT_RULE = (
+    f"images whose bytes (in an image folder: folder and file name) have a CRC-32 divisible by {HELD_OUT_ONE_IN}"
+)
 FINGERPRINT_ROWS = 256
 
 

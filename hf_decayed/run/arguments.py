@@ -186,8 +186,11 @@ def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, ema
     return training
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str, *aliases: str):
-    """Flags of checkpoints, logs and uploads; returns the group, for the script's own that may change on resume."""
+def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str | None, *aliases: str):
+    """Flags of checkpoints, logs and uploads; returns the group, for the script's own that may change on resume.
+
+    `evaluation` says in words what is evaluated every `--eval_every` steps; without it there is no such flag.
+    """
     running = parser.add_argument_group(f"while it runs ({MAY_CHANGE})")
     running.add_argument("--checkpointing_steps", type=positive_int, default=500)
     running.add_argument("--checkpoints_total_limit", type=positive_int, default=2)
@@ -196,13 +199,14 @@ def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str, *aliases
         "--max_skipped_steps", type=non_negative_int, default=20, help="stop after more non-finite steps"
     )
     running.add_argument("--log_every", type=positive_int, default=10, help="steps between lines of metrics.jsonl")
-    running.add_argument(
-        "--eval_every",
-        *aliases,
-        dest="eval_every",
-        type=positive_int,
-        help=f"steps between {evaluation}; always at the end",
-    )
+    if evaluation is not None:
+        running.add_argument(
+            "--eval_every",
+            *aliases,
+            dest="eval_every",
+            type=positive_int,
+            help=f"steps between {evaluation}; always at the end",
+        )
     running.add_argument(
         "--memory_limit_gb",
         type=non_negative_float,

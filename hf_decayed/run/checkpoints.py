@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
+from torch.distributed.checkpoint import state_dict as sharded_state
 
 from ..errors import UserError
 from .state_files import load_state, save_state
@@ -125,6 +126,34 @@ def find_damage(path: Path) -> str | None:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return " ".join(str(error).split())
     return None
+
+
+def gather_state(part, models: list[torch.nn.Module]) -> dict:
+    """The whole state, on the CPU, of a model or optimizer that is sharded over processes; all processes call it.
+
+    Args:
+        models (`list`): All models of the run; entries of an optimizer are named after the parameters of its model.
+    """
+    options = sharded_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    if isinstance(part, torch.nn.Module):
+        return sharded_state.get_model_state_dict(part, options=options)
+    return sharded_state.get_optimizer_state_dict(*owner_and_optimizer(part, models), options=options)
+
+
+def scatter_state(part, state: dict, models: list[torch.nn.Module]) -> None:
+    """Loads a whole state into a sharded model or optimizer; all processes call it."""
+    options = sharded_state.StateDictOptions(full_state_dict=True)
+    if isinstance(part, torch.nn.Module):
+        sharded_state.set_model_state_dict(part, state, options=options)
+    else:
+        sharded_state.set_optimizer_state_dict(*owner_and_optimizer(part, models), state, options=options)
+
+
+def owner_and_optimizer(optimizer, models: list[torch.nn.Module]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model whose parameters an optimizer has, and PyTorch's optimizer inside of accelerate's."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return next(model for model in models if optimized & {id(p) for p in model.parameters()}), optimizer
 
 
 def random_file(accelerator: Accelerator) -> str:

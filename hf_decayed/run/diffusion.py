@@ -129,6 +129,7 @@ def finish_diffusion(run: Run, pipeline, monitor: SampleMonitor, data: Diffusion
             "sampling": {"steps": sampling["num_inference_steps"], "guidance_scale": sampling["guidance_scale"]},
         }
     )
-    distances = "".join(f", {name} {value:.2f}" for name, value in measured.items())
-    run.print(f"loss {results['loss']:.4f}{distances}, {results['seconds']:.0f} s")
+    if run.is_main_process:
+        distances = "".join(f", {name} {value:.2f}" for name, value in measured.items())
+        print(f"loss {results['loss']:.4f}{distances}, {results['seconds']:.0f} s")
     run.finish(results, "pipeline, samples.png")

@@ -33,7 +33,6 @@ from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataPara
 from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
 from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
-from torch.distributed.checkpoint import state_dict as distributed_state
 from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -50,10 +49,12 @@ from .arguments import RunOptions
 from .checkpoints import (
     WRITE_ERRORS,
     find_checkpoint,
+    gather_state,
     load_part,
     load_random_state,
     read_checkpoint_state,
     save_checkpoint,
+    scatter_state,
 )
 from .optimization import ema_with_warmup, is_scaler_warmup
 from .records import MetricsFile
@@ -210,8 +211,12 @@ class Run:
         if path is not None:
             state = read_checkpoint_state(path)
             check_signature(path.name, state.get("signature", {}), self.signature)
-            for name in self.parts:
-                self.load_part_state(name, load_part(path, name))
+            for name, part in self.parts.items():
+                state_of_part = load_part(path, name)
+                if self.sharded:
+                    scatter_state(part, state_of_part, self.models())
+                else:
+                    part.load_state_dict(state_of_part)
             load_random_state(self.accelerator, path)
             self.step, self.skipped_steps = state["step"], state["skipped_steps"]
             self.earlier_seconds, self.earlier_bad_images = state["seconds"], state["bad_images"]
@@ -415,36 +420,15 @@ class Run:
             "bad_images": self.count_bad_images() - self.images.bad_images,
             "seconds": self.earlier_seconds + time.time() - self.start_time,
         }
-        parts = {name: self.part_state(name) for name in self.parts}
+        parts = {name: self.state_of(part) for name, part in self.parts.items()}
         folder = self.options.output_dir / "checkpoints"
         return save_checkpoint(self.accelerator, folder, self.step, state, parts, self.options.checkpoints_total_limit)
 
-    def part_state(self, name: str) -> dict:
-        part = self.parts[name]
-        if not self.sharded:
-            return part.state_dict()
-        full = distributed_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        if isinstance(part, torch.nn.Module):
-            return distributed_state.get_model_state_dict(part, options=full)
-        return distributed_state.get_optimizer_state_dict(*self.owner_and_optimizer(part), options=full)
+    def state_of(self, part) -> dict:
+        return gather_state(part, self.models()) if self.sharded else part.state_dict()
 
-    def load_part_state(self, name: str, state: dict) -> None:
-        part = self.parts[name]
-        if not self.sharded:
-            part.load_state_dict(state)
-            return
-        full = distributed_state.StateDictOptions(full_state_dict=True)
-        if isinstance(part, torch.nn.Module):
-            distributed_state.set_model_state_dict(part, state, options=full)
-        else:
-            distributed_state.set_optimizer_state_dict(*self.owner_and_optimizer(part), state, options=full)
-
-    def owner_and_optimizer(self, optimizer) -> tuple:
-        """The model whose parameters an optimizer has, which sharded states are named after, and PyTorch's optimizer."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        models = [part for part in self.parts.values() if isinstance(part, torch.nn.Module)]
-        return next(model for model in models if optimized & {id(p) for p in model.parameters()}), optimizer
+    def models(self) -> list[torch.nn.Module]:
+        return [part for part in self.parts.values() if isinstance(part, torch.nn.Module)]
 
     def request_stop(self, reason: str) -> None:
         """Stops after the current step, as a signal does."""
@@ -472,15 +456,17 @@ class Run:
         """Writes a model or pipeline to the output folder, by its `save_pretrained`; all processes call it."""
         weights = {}
         if self.sharded:  # gathered by all processes, written by one
-            wrapped = next(part for part in self.parts.values() if isinstance(part, torch.nn.Module))
-            weights = {"state_dict": self.accelerator.get_state_dict(wrapped)}
+            weights = {"state_dict": self.accelerator.get_state_dict(self.models()[0])}
         if self.is_main_process:
             with self.writing(name):
                 model.save_pretrained(self.options.output_dir, **weights)
         self.accelerator.wait_for_everyone()
 
     def results(self, measured: dict) -> dict:
-        """What the script measured and what its data was, with all that the run itself knows."""
+        """What the script measured and what its data was, with all that the run itself knows.
+
+        The mean of the last losses is known to the main process alone, which writes the metrics.
+        """
         options = self.options
         return {
             "loss": self.log.recent("loss"),
