@@ -3,13 +3,12 @@
 import dataclasses
 import difflib
 import math
-import warnings
 from typing import Literal
 
 from transformers.utils.versions import require_version
 
 
-# Checked before anything else is imported, so that an older library answers with a version and not with a missing name.
+# Checked before the imports below, so that an older transformers fails with a version and not with a missing name.
 require_version("transformers>=5.18.0", "Decayed MAE needs it: `pip install -U transformers`.")
 
 from huggingface_hub.dataclasses import strict  # noqa: E402
@@ -17,11 +16,13 @@ from transformers import PreTrainedConfig, ViTMAEConfig  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 from transformers.backbone_utils import BackboneConfigMixin  # noqa: E402
 
-from .shortcut_decay import layer_shortcut_factors, suggest_shortcut_decay  # noqa: E402
+from .shortcut_decay import layer_shortcut_factors, suggest_shortcut_decay, warn_about_decay  # noqa: E402
 
 
-# The named sizes, each with the decoder of the released models (512 wide, 8 deep) and the paper's `shortcut_decay` where
-# it reports one; it has none for 32 layers, hence the rule of thumb there.
+__all__ = ["DecayedViTMAEConfig"]
+
+# The named sizes, each with the decoder of the released models (512 wide, 8 deep) and the paper's best `shortcut_decay`.
+# The paper has no value for 32 layers, so `huge` takes the rule of thumb.
 SIZES = {
     "small": {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536},
     "base": {},
@@ -42,7 +43,7 @@ SIZES = {
     },
 }
 
-# What turns the default preset into transformers' ViTMAE.
+# The fields that turn the default preset into transformers' ViTMAE.
 PLAIN = {
     "layer_norm_eps": 1e-12,
     "shortcut_decay": 1.0,
@@ -53,7 +54,7 @@ PLAIN = {
     "pooling": "cls",
 }
 
-# What other code calls our fields; taken in silence they would change nothing.
+# Names that other code uses for our fields. Accepted silently, they would have no effect.
 OTHER_NAMES = {
     "alpha_min": "shortcut_decay",
     "min_decay": "shortcut_decay",
@@ -67,10 +68,21 @@ OTHER_NAMES = {
     "norm_pix": "norm_pix_loss",
 }
 
+# Larger values are typing errors, which would exhaust the memory.
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**20
+
 
 def as_pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
-    """`(height, width)` of an image or patch size given as one number or as two."""
+    """`(height, width)` of an image or patch size that is one number or two."""
     return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def check_num_labels(fields: dict) -> None:
+    """Raises for a wrong `num_labels`, which is not a field: transformers turns it into `id2label`."""
+    num_labels = fields.get("num_labels", 0)
+    if isinstance(num_labels, bool) or not isinstance(num_labels, int) or not 0 <= num_labels <= MAX_SIZE:
+        raise ValueError(f"`num_labels` must be an integer in [0, {MAX_SIZE}], got {num_labels!r}.")
 
 
 @strict
@@ -79,15 +91,15 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
     Configuration of [`DecayedViTMAEModel`] and its heads: every field of `ViTMAEConfig`, and those below.
 
     `DecayedViTMAEConfig()` is the authors' released architecture at ViT-B/16 with `shortcut_decay` 0.6.
-    `DecayedViTMAEConfig.plain()` is transformers' ViTMAE, weight for weight. `from_size` gives the sizes by name.
+    `DecayedViTMAEConfig.plain()` is transformers' ViTMAE, weight for weight. `from_size` builds a named size.
 
     Args:
         shortcut_decay (`float` or `"auto"`, *optional*, defaults to 0.6):
-            Weight of the identity shortcut in the last branch, in [0, 1]; weights fall to it from 1 with depth. `1.0`
-            gives the ordinary residual network. `"auto"` becomes the value whose effective decay is 3e-3.
+            Weight of the identity shortcut in the last branch, in [0, 1]; the weights fall from 1 to this value with
+            depth. `1.0` gives the ordinary residual network. `"auto"` becomes the value whose effective decay is 3e-3.
         shortcut_schedule (`str`, *optional*, defaults to `"linear"`):
             `linear`, `cosine`, `constant` (every weight is `shortcut_decay`) or `learned` (one trained scalar per
-            branch that starts at 1, whatever `shortcut_decay` says).
+            branch that starts at 1; `shortcut_decay` has no effect).
         shortcut_granularity (`str`, *optional*, defaults to `"sublayer"`):
             `sublayer` (released code: depth grows from branch to branch) or `layer` (the paper's equation: both
             branches of a layer share a weight).
@@ -97,18 +109,19 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
             `decay` is `alpha * x + f(x)`; `scale_both` is `sqrt(0.5) * (x + f(x))` and `scale_branch` is
             `x + sqrt(0.5) * f(x)`, the paper's ablations, which need `shortcut_decay=1.0`.
         encoder_decoder_skips (`bool` or `int`, *optional*, defaults to `True`):
-            Connections from every other encoder layer, deepest first, to the decoder layers: as many as there are
-            pairs of encoder layers and decoder layers to receive them. A number leaves out the shallowest: `2` keeps
-            those of the last layer and the last but two. Never decayed.
+            Connections from every other encoder layer, deepest first, to the decoder layers: `True` makes
+            `min(num_hidden_layers / 2, decoder_num_hidden_layers)` of them, a number makes that many. `2` connects the
+            last encoder layer and the last but two. Never decayed.
         decoder_input (`str`, *optional*, defaults to `"positions"`):
-            `positions`: the decoder starts from its positions and sees the image through the skips only. `latent`: it
-            starts from the projected encoder output and mask tokens, as in He et al.
+            `positions`: the decoder starts from its position table and sees the image through the skips only.
+            `latent`: it starts from the projected encoder output and mask tokens, as in He et al.
         zero_init_branches (`bool`, *optional*, defaults to `True`):
             Attention output, MLP output and prediction head start at zero. Needed for `shortcut_decay` below 0.7.
         final_norm (`bool`, *optional*, defaults to `False`):
-            LayerNorm after the encoder. A classifier without it normalises the pooled feature instead.
+            LayerNorm after the encoder. Without it, a classifier normalises the pooled feature instead.
         pooling (`str`, *optional*, defaults to `"mean"`):
-            How tokens become one feature: `cls`, `mean` (all tokens, as the released probe) or `patch_mean`.
+            How the tokens are pooled into one feature: `cls`, `mean` (all tokens, as in the released linear probe) or
+            `patch_mean`.
 
     Example:
 
@@ -137,7 +150,8 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
     _out_indices: list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        self.stage_names = ["stem"] + [f"stage{layer}" for layer in range(1, self.num_hidden_layers + 1)]
+        check_num_labels(kwargs)
+        self.stage_names = self._all_stage_names()
         kwargs.pop("stage_names", None)
         self.set_output_features_output_indices(
             out_features=kwargs.pop("out_features", None), out_indices=kwargs.pop("out_indices", None)
@@ -146,7 +160,7 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
 
     @classmethod
     def from_size(cls, size: str, **overrides) -> "DecayedViTMAEConfig":
-        """The released architecture at a named size: `small`, `base`, `large` or `huge`; any field can be overridden."""
+        """The released architecture in size `small`, `base`, `large` or `huge`; any field can be overridden."""
         if size not in SIZES:
             raise ValueError(f"`size` must be one of {sorted(SIZES)}, got {size!r}.")
         return cls(**{**SIZES[size], **overrides})
@@ -160,32 +174,33 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
     def from_dict(cls, config_dict: dict, **kwargs):
         source_type = config_dict.get("model_type", cls.model_type)
         if source_type == ViTMAEConfig.model_type:
-            # A ViTMAE config leaves our fields open; their defaults would describe another network than its weights.
+            # A ViTMAE config does not have our fields, and their defaults would not describe its weights.
             config_dict = {**PLAIN, **config_dict, "model_type": cls.model_type}
         elif source_type != cls.model_type:
             raise ValueError(
                 f"`model_type` must be '{cls.model_type}' or '{ViTMAEConfig.model_type}', got '{source_type}': "
                 f"such a checkpoint cannot become a {cls.__name__}."
             )
-        made = super().from_dict(config_dict, **kwargs)
-        (made[0] if isinstance(made, tuple) else made).validate()  # keyword arguments are set after construction
-        return made
+        result = super().from_dict(config_dict, **kwargs)
+        config = result[0] if kwargs.get("return_unused_kwargs") else result
+        config.validate()  # `from_dict` sets keyword arguments after construction
+        return result
 
     @property
     def grid_size(self) -> tuple[int, int]:
-        """Patches along height and width of an image of `image_size`."""
+        """Number of patches along the height and the width of an image of `image_size`."""
         (height, width), (patch_height, patch_width) = as_pair(self.image_size), as_pair(self.patch_size)
         return height // patch_height, width // patch_width
 
     @property
     def num_skips(self) -> int:
-        """Encoder-decoder skips; layers that no decoder layer could receive give none, so no parameter goes unused."""
-        most = min(self.num_hidden_layers // 2, self.decoder_num_hidden_layers)
-        return most if self.encoder_decoder_skips is True else int(self.encoder_decoder_skips)
+        """Number of encoder-decoder skips: at most one per decoder layer, so that no parameter is left unused."""
+        limit = min(self.num_hidden_layers // 2, self.decoder_num_hidden_layers)
+        return limit if self.encoder_decoder_skips is True else int(self.encoder_decoder_skips)
 
     def shortcut_alphas(self) -> list[tuple[float, float]]:
-        """`(attention_alpha, mlp_alpha)` of every encoder layer; for `learned` the values that training starts from."""
-        decay, schedule = (self.shortcut_decay, self.shortcut_schedule)
+        """`(attention_alpha, mlp_alpha)` of every encoder layer; for `learned`, their initial values."""
+        decay, schedule = self.shortcut_decay, self.shortcut_schedule
         if schedule == "learned":
             decay, schedule = 1.0, "constant"
         return layer_shortcut_factors(
@@ -193,11 +208,11 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
         )
 
     def effective_decay(self) -> float:
-        """Product of all shortcut weights: how much of the embeddings the shortcuts alone carry through the encoder."""
+        """Share of the embeddings that passes the encoder through the shortcuts alone: the product of all alphas."""
         return math.prod(attention * mlp for attention, mlp in self.shortcut_alphas())
 
     def suggested_shortcut_decay(self) -> float:
-        """What `shortcut_decay="auto"` stands for at this depth, schedule, granularity and scope."""
+        """The value of `shortcut_decay="auto"` for this depth, schedule, granularity and scope."""
         if self.shortcut_schedule == "learned":
             return 1.0
         return suggest_shortcut_decay(
@@ -206,6 +221,15 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
             granularity=self.shortcut_granularity,
             scope=self.shortcut_scope,
         )
+
+    def _check_num_layers(self) -> None:
+        # Called before each loop over the layers: the order of the validators is not ours.
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise ValueError(f"`num_hidden_layers` must be at most {MAX_LAYERS}, got {self.num_hidden_layers}.")
+
+    def _all_stage_names(self) -> list[str]:
+        self._check_num_layers()
+        return ["stem"] + [f"stage{layer}" for layer in range(1, self.num_hidden_layers + 1)]
 
     def validate_field_names(self):
         known = {field.name for field in dataclasses.fields(self)}
@@ -217,11 +241,11 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
                 raise ValueError(f"Unknown field `{name}` (value {getattr(self, name)!r}); did you mean `{nearest}`?")
 
     def validate_stages(self):
-        stages = ["stem"] + [f"stage{layer}" for layer in range(1, self.num_hidden_layers + 1)]
-        if self.stage_names != stages:  # the depth has changed since; "the last stage" means the last there is now
-            chosen = None if self._out_features == self.stage_names[-1:] else self._out_features
-            self.stage_names = stages
-            self.set_output_features_output_indices(out_features=chosen, out_indices=None)
+        stage_names = self._all_stage_names()
+        if self.stage_names != stage_names:  # the depth has changed since construction, and the last stage with it
+            out_features = None if self._out_features == self.stage_names[-1:] else self._out_features
+            self.stage_names = stage_names
+            self.set_output_features_output_indices(out_features=out_features, out_indices=None)
 
     def validate_sizes(self):
         for name in ("image_size", "patch_size"):
@@ -238,6 +262,9 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
         for name, values in sizes.items():
             if min(values) < 1:
                 raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
+            limit = MAX_LAYERS if name.endswith("num_hidden_layers") else MAX_SIZE
+            if max(values) > limit:
+                raise ValueError(f"`{name}` must be at most {limit}, got {getattr(self, name)}.")
         for side, image, patch in zip(("height", "width"), sizes["image_size"], sizes["patch_size"]):
             if image % patch != 0:
                 raise ValueError(
@@ -255,11 +282,19 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
                     f"`{prefix}hidden_size` must be divisible by 4 for 2-D sine-cosine positions, got {hidden_size}."
                 )
         if self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` must be an activation that transformers knows, got {self.hidden_act!r}.")
-        if not 0.0 <= self.mask_ratio < 1.0:
-            raise ValueError(f"`mask_ratio` must lie in [0, 1), got {self.mask_ratio}.")
+            raise ValueError(f"`hidden_act` must be an activation of transformers, got {self.hidden_act!r}.")
+
+    def validate_numbers(self):
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "mask_ratio"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"`{name}` must lie in [0, 1), got {getattr(self, name)}.")
+        if not 0.0 < self.layer_norm_eps < math.inf:
+            raise ValueError(f"`layer_norm_eps` must be positive and finite, got {self.layer_norm_eps}.")
+        if not 0.0 <= self.initializer_range < math.inf:
+            raise ValueError(f"`initializer_range` must be finite and not negative, got {self.initializer_range}.")
 
     def validate_shortcuts(self):
+        self._check_num_layers()
         if self.residual_form != "decay":
             if self.shortcut_decay != 1.0 or self.shortcut_schedule == "learned" or self.shortcut_scope != "both":
                 raise ValueError(
@@ -267,28 +302,18 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
                     f"`shortcut_decay=1.0`, a schedule other than `learned` and `shortcut_scope='both'`, got "
                     f"{self.shortcut_decay!r}, {self.shortcut_schedule!r} and {self.shortcut_scope!r}."
                 )
-        chosen_by_hand = self.shortcut_decay != "auto"
-        if not chosen_by_hand:
-            # The number replaces the word, so that the saved file says what the network does.
+        if self.shortcut_decay == "auto":
+            # The number replaces the word, so that the saved file describes the network.
             self.shortcut_decay = self.suggested_shortcut_decay()
         if not 0.0 <= self.shortcut_decay <= 1.0:
             raise ValueError(f"`shortcut_decay` must lie in [0, 1], got {self.shortcut_decay}.")
-        if self.shortcut_schedule == "learned" or self.shortcut_decay == 1.0:
-            return
-        if self.shortcut_decay < 0.45:
-            warnings.warn(
-                f"`shortcut_decay={self.shortcut_decay}` is below 0.45: the paper reports unstable training from 0.4 down.",
-                stacklevel=2,
-            )
-        if chosen_by_hand and not 1e-4 <= self.effective_decay() <= 1e-1:
-            try:
-                hint = f"; the rule of thumb (`'auto'`) is {self.suggested_shortcut_decay():.3f}."
-            except ValueError:  # too few branches for the rule; that is no reason to refuse a value set by hand
-                hint = "."
-            warnings.warn(
-                f"`shortcut_decay={self.shortcut_decay}` over {self.num_hidden_layers} layers gives an effective decay "
-                f"of {self.effective_decay():.1e}, outside [1e-4, 1e-1]{hint}",
-                stacklevel=2,
+        if self.shortcut_schedule != "learned":
+            warn_about_decay(
+                self.num_hidden_layers,
+                self.shortcut_decay,
+                self.shortcut_schedule,
+                self.shortcut_granularity,
+                self.shortcut_scope,
             )
 
     def validate_decoder(self):
@@ -297,16 +322,16 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
                 "`encoder_decoder_skips` takes every other layer and needs an even `num_hidden_layers`, "
                 f"got {self.num_hidden_layers}."
             )
-        most = min(self.num_hidden_layers // 2, self.decoder_num_hidden_layers)
-        if not 0 <= self.num_skips <= most:
+        limit = min(self.num_hidden_layers // 2, self.decoder_num_hidden_layers)
+        if not 0 <= self.num_skips <= limit:
             raise ValueError(
-                f"`encoder_decoder_skips` must be true, false or a number up to {most}, as many as there are pairs of "
-                f"encoder layers and decoder layers, got {self.encoder_decoder_skips}."
+                f"`encoder_decoder_skips` must be true, false or a number up to {limit}, the smaller of half the encoder "
+                f"layers and all decoder layers, got {self.encoder_decoder_skips}."
             )
         if self.decoder_input == "positions" and not self.encoder_decoder_skips:
             raise ValueError(
                 "`decoder_input='positions'` needs `encoder_decoder_skips=True`, got False: "
-                "such a decoder would never see the image."
+                "such a decoder never sees the image."
             )
 
 

@@ -1,4 +1,4 @@
-"""Masked autoencoder with decayed identity shortcuts: layer, encoder, skips, decoder, heads."""
+"""Masked autoencoder with decayed identity shortcuts, `x <- alpha * x + f(x)`: layer, encoder, skips, decoder, heads."""
 
 import copy
 import difflib
@@ -30,10 +30,18 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_decayed_vit_mae import DecayedViTMAEConfig, as_pair
+from .image_processing_decayed import default_image_processor
 
 
-# Names of older ViTMAE checkpoints -> today's, for `from_pretrained`. Today's own `save_pretrained` of ViTMAE writes the
-# older names too, and `decoder_encoder.layer` for the decoder's layers, which the first rule also puts right.
+__all__ = [
+    "DecayedViTMAEBackbone",
+    "DecayedViTMAEForImageClassification",
+    "DecayedViTMAEForPreTraining",
+    "DecayedViTMAEModel",
+]
+
+# Parameter names of ViTMAE checkpoints -> ours, for `from_pretrained`. ViTMAE's `save_pretrained` still writes the older
+# names, and `decoder_encoder.layer` for the decoder's layers, which the first rule renames too.
 VIT_MAE_KEY_MAPPING = {
     r"encoder\.layer\.": "layers.",
     r"attention\.attention\.query": "attention.q_proj",
@@ -43,25 +51,26 @@ VIT_MAE_KEY_MAPPING = {
     r"intermediate\.dense": "mlp.fc1",
     r"(?<!attention\.)output\.dense": "mlp.fc2",
 }
-# What may be new, or left over, when one head's weights feed another.
+# Prefixes of the parameters of each head: they may be new, or left over, when a checkpoint of another head is loaded.
 HEADS = [("decoder.",), ("classifier.", "fc_norm.")]
-ARGUMENTS = ["noise", "mask_ratio", "interpolate_pos_encoding", "output_skips", "return_loss", "return_logits"]
 FINAL_NORM = ("layernorm.weight", "layernorm.bias")
+# Arguments that some `forward` of this family takes.
+ARGUMENTS = ["noise", "mask_ratio", "interpolate_pos_encoding", "output_skips", "return_loss", "return_logits"]
 
 
 @dataclass
 class DecayedViTMAEModelOutput(ViTMAEModelOutput):
     r"""
     last_hidden_state (`torch.FloatTensor` of shape `(batch_size, 1 + num_patches, hidden_size)`):
-        Class token, then patches: in patch order, or, when masked, the visible ones in the order of their noise.
+        Class token, then the patches in patch order; under masking, the visible patches in the order of their noise.
     mask (`torch.FloatTensor` of shape `(batch_size, num_patches)`, *optional*):
-        1 for removed patches, 0 for visible ones. `None` when nothing was masked.
+        1 for masked patches, 0 for visible ones. `None` without masking.
     ids_restore (`torch.LongTensor` of shape `(batch_size, num_patches)`, *optional*):
-        Place of each patch in the shuffled order, in which visible patches come first. `None` when nothing was masked.
+        Index of each patch in the shuffled order, in which visible patches come first. `None` without masking.
     pooler_output (`torch.FloatTensor` of shape `(batch_size, hidden_size)`):
-        One feature per image, pooled as `config.pooling` says.
+        One feature per image, pooled by `config.pooling`.
     skips (`tuple(torch.FloatTensor)`, *optional*, returned when `output_skips=True`):
-        Outputs of every other layer, deepest first, as many as the decoder takes.
+        Outputs of every other layer, deepest first: the decoder's skip inputs.
     """
 
     pooler_output: torch.FloatTensor | None = None
@@ -79,7 +88,7 @@ def sincos_positions(grid_size: tuple[int, int], hidden_size: int) -> torch.Tens
 def interpolate_positions(
     table: torch.Tensor, grid_size: tuple[int, int], new_grid_size: tuple[int, int]
 ) -> torch.Tensor:
-    """The table for another grid of patches, bicubic in height and width."""
+    """Bicubic interpolation of the table, in height and width, to another grid of patches."""
     if new_grid_size == grid_size:
         return table
     patches = table[:, 1:].reshape(1, *grid_size, -1).permute(0, 3, 1, 2).float()
@@ -88,33 +97,33 @@ def interpolate_positions(
 
 
 def select_rows(tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """`tokens[b, ids[b]]` for every image b; one index per row is twice as fast as a gather with one per element."""
+    """`tokens[b, ids[b]]` for every image b. One index per row is twice as fast as `gather` with one per element."""
     batch_size, length, hidden_size = tokens.shape
     rows = ids + length * torch.arange(batch_size, device=ids.device).unsqueeze(1)
     return tokens.flatten(0, 1).index_select(0, rows.flatten()).view(*ids.shape, hidden_size)
 
 
-def pool(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
-    """One feature per image from the class token and the patches."""
+def pool_tokens(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
+    """One feature per image: the class token (`cls`), the mean of all tokens (`mean`) or of the patches (`patch_mean`)."""
     if pooling == "cls":
         return tokens[:, 0]
     return tokens.mean(dim=1) if pooling == "mean" else tokens[:, 1:].mean(dim=1)
 
 
-def refuse_misplaced(arguments: dict, owner: nn.Module) -> None:
-    """Refuses arguments of this family that the owner does not take, well spelt or nearly so.
+def reject_unknown_arguments(arguments: dict, model: nn.Module) -> None:
+    """Raises for arguments of this family that the model's `forward` does not take, and for misspelt ones.
 
-    Other keyword arguments flow down to the attention kernels, which ignore what they do not know.
+    Other keyword arguments go to the attention kernels, which ignore unknown names.
     """
     for name in arguments:
         nearest = difflib.get_close_matches(name, ARGUMENTS, 1, 0.8) if not torch.compiler.is_compiling() else ()
         if name in ARGUMENTS or nearest:
             hint = "" if name in ARGUMENTS else f"; did you mean `{nearest[0]}`?"
-            raise TypeError(f"{type(owner).__name__}.forward() has no argument `{name}`{hint}")
+            raise TypeError(f"{type(model).__name__}.forward() has no argument `{name}`{hint}")
 
 
-def is_untouched(module: nn.Module, expected_class: type) -> bool:
-    """Whether calling the module is nothing but its class's `forward`.
+def is_unmodified(module: nn.Module, expected_class: type) -> bool:
+    """Whether calling the module runs its class's `forward` and nothing else.
 
     Adapters, quantisation, sharding, offloading and observers replace a module or hook its call.
     """
@@ -122,19 +131,8 @@ def is_untouched(module: nn.Module, expected_class: type) -> bool:
     return type(module) is expected_class and "forward" not in module.__dict__ and not any(hooks)
 
 
-def shortcut_sum(
-    hidden_states: torch.Tensor, branch: torch.Tensor, alpha: float | torch.Tensor, branch_scale: float
-) -> torch.Tensor:
-    """`alpha * hidden_states + branch_scale * branch`, in one pass over memory for the method itself."""
-    if branch_scale != 1.0:
-        branch = branch_scale * branch
-    if isinstance(alpha, float):
-        return torch.add(branch, hidden_states, alpha=alpha)
-    return alpha * hidden_states + branch
-
-
 class DecayedViTMAEEmbeddings(nn.Module):
-    """Patches, fixed positions and class token; under masking only the visible patches are embedded."""
+    """Patches, fixed positions and class token. Under masking, only the visible patches are embedded."""
 
     def __init__(self, config: DecayedViTMAEConfig):
         super().__init__()
@@ -185,9 +183,9 @@ class DecayedViTMAEEmbeddings(nn.Module):
         return torch.cat([cls_tokens, patches], dim=1), mask, ids_restore
 
     def embed_visible(self, pixel_values: torch.Tensor, ids_keep: torch.Tensor) -> torch.Tensor:
-        """Embeds the patches `ids_keep` and no others."""
+        """Embeds only the patches `ids_keep`."""
         projection = self.patch_embeddings.projection
-        if not (is_untouched(self.patch_embeddings, ViTMAEPatchEmbeddings) and is_untouched(projection, nn.Conv2d)):
+        if not (is_unmodified(self.patch_embeddings, ViTMAEPatchEmbeddings) and is_unmodified(projection, nn.Conv2d)):
             return select_rows(self.patch_embeddings(pixel_values), ids_keep)
         patch_height, patch_width = self.patch_embeddings.patch_size
         patches = pixel_values.unfold(2, patch_height, patch_height).unfold(3, patch_width, patch_width)
@@ -195,7 +193,7 @@ class DecayedViTMAEEmbeddings(nn.Module):
         return F.linear(select_rows(patches, ids_keep), projection.weight.flatten(1), projection.bias)
 
     def patch_grid(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool) -> tuple[int, int]:
-        """Patches along height and width of these images, or an error that names the shape wanted and the shape given."""
+        """Number of patches along height and width; raises for a wrong shape."""
         image_size, patch_size = as_pair(self.config.image_size), as_pair(self.config.patch_size)
         shape = tuple(pixel_values.shape)
         expected = f"(batch_size, {self.config.num_channels}, {image_size[0]}, {image_size[1]})"
@@ -213,8 +211,29 @@ class DecayedViTMAEEmbeddings(nn.Module):
         return shape[2] // patch_size[0], shape[3] // patch_size[1]
 
 
+class ScaledDropout(nn.Dropout):
+    """Dropout whose output is multiplied by a constant: the branch scale of the ablations `residual_form="scale_*"`."""
+
+    def __init__(self, p: float, scale: float):
+        super().__init__(p)
+        self.scale = scale
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().forward(hidden_states)
+
+
+# Copied from hf_decayed.models.unet_decayed_uvit.add_learned_shortcut
+def add_learned_shortcut(
+    branch: torch.Tensor, hidden_states: torch.Tensor, alpha: torch.Tensor | float
+) -> torch.Tensor:
+    """`alpha * hidden_states + branch` for a trained alpha, in the dtype that the sum has with a fixed alpha."""
+    if isinstance(alpha, float):  # the branch that `shortcut_scope` leaves at 1
+        return torch.add(branch, hidden_states, alpha=alpha)
+    return torch.addcmul(branch, hidden_states, alpha.to(hidden_states.dtype))
+
+
 class DecayedViTMAELayer(ViTMAELayer):
-    """Transformer layer whose identity shortcuts have weights; with weights 1 it is ViTMAE's layer, bit for bit."""
+    """Transformer layer with weighted identity shortcuts; with both weights 1 it equals ViTMAE's layer, bit for bit."""
 
     def __init__(
         self,
@@ -224,10 +243,12 @@ class DecayedViTMAELayer(ViTMAELayer):
         branch_scale: float = 1.0,
     ):
         super().__init__(config)
-        # Plain numbers, neither parameters nor buffers (`learned` apart), so that weights keep ViTMAE's names.
+        # Floats, neither parameters nor buffers (`learned` apart), so that weights keep ViTMAE's names.
         self.attention_alpha = attention_alpha
         self.mlp_alpha = mlp_alpha
-        self.branch_scale = branch_scale
+        self.has_learned_alphas = not (isinstance(attention_alpha, float) and isinstance(mlp_alpha, float))
+        if branch_scale != 1.0:
+            self.dropout = ScaledDropout(config.hidden_dropout_prob, branch_scale)
         # Xavier on query, key and value apart, with this gain, is Xavier on the one matrix that He et al. initialise.
         for projection in (self.attention.q_proj, self.attention.k_proj, self.attention.v_proj):
             projection.init_gain = 2**-0.5
@@ -240,20 +261,32 @@ class DecayedViTMAELayer(ViTMAELayer):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
+        if self.has_learned_alphas:
+            return self.forward_learned(hidden_states, attention_mask, **kwargs)
         attention_output, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
-        attention_output = self.dropout(attention_output)
-        hidden_states = shortcut_sum(hidden_states, attention_output, self.attention_alpha, self.branch_scale)
-
+        hidden_states = torch.add(self.dropout(attention_output), hidden_states, alpha=self.attention_alpha)
         mlp_output = self.mlp(self.layernorm_after(hidden_states))
-        mlp_output = self.dropout(mlp_output)
-        return shortcut_sum(hidden_states, mlp_output, self.mlp_alpha, self.branch_scale)
+        hidden_states = torch.add(self.dropout(mlp_output), hidden_states, alpha=self.mlp_alpha)
+        return hidden_states
+
+    def forward_learned(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """`forward` for `shortcut_schedule="learned"`."""
+        attention_output, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
+        hidden_states = add_learned_shortcut(self.dropout(attention_output), hidden_states, self.attention_alpha)
+        mlp_output = self.mlp(self.layernorm_after(hidden_states))
+        return add_learned_shortcut(self.dropout(mlp_output), hidden_states, self.mlp_alpha)
 
 
 class DecayedViTMAESkip(nn.Module):
-    """Encoder-decoder skip: `y + W2 SiLU(W1 [encoder tokens, y])`, a learned token standing in for masked patches.
+    """Encoder-decoder skip: `y + W2 SiLU(W1 [encoder tokens, y])`, with a learned mask token for the masked patches.
 
-    `W1` is held as its two column blocks: the encoder's block then meets each visible token and the one mask token,
-    not a full grid of mostly equal tokens.
+    `W1` is stored as two column blocks. The encoder's block is applied to the visible tokens and to the one mask token,
+    instead of to a full grid of mostly equal tokens.
     """
 
     def __init__(self, config: DecayedViTMAEConfig):
@@ -278,10 +311,10 @@ class DecayedViTMAESkip(nn.Module):
 
 
 class DecayedViTMAEDecoder(nn.Module):
-    """Transformer that predicts pixels; its shortcuts are never decayed.
+    """Transformer that predicts pixels. Its shortcuts are never decayed.
 
-    It works in the shuffled order of the masking: class token, visible patches, masked patches. Attention does not mind,
-    and what belongs to the visible or to the masked patches is a slice instead of a scatter at every skip.
+    Tokens stay in the shuffled order of the masking: class token, visible patches, masked patches. Attention does not
+    depend on the order, and the visible and the masked patches are slices, so that no skip needs a scatter.
     """
 
     def __init__(self, config: DecayedViTMAEConfig):
@@ -305,8 +338,8 @@ class DecayedViTMAEDecoder(nn.Module):
             [DecayedViTMAELayer(layer_config) for _ in range(config.decoder_num_hidden_layers)]
         )
         for layer in self.decoder_layers:
-            # Attention reads the kernel's name from its config at every call: sharing the model's lets one switch reach
-            # both towers.
+            # Attention reads the kernel's name from its config at every call: with the model's config, one switch
+            # changes the kernel of encoder and decoder.
             layer.attention.config = config
         self.decoder_norm = nn.LayerNorm(config.decoder_hidden_size, eps=config.layer_norm_eps)
         patch_dim = math.prod(as_pair(config.patch_size)) * config.num_channels
@@ -321,13 +354,13 @@ class DecayedViTMAEDecoder(nn.Module):
         grid_size: tuple[int, int] | None = None,
         masked_only: bool = False,
     ) -> torch.Tensor:
-        """Predicted patches in shuffled order, visible first; with `masked_only` those of the masked patches alone.
+        """Predicted patches in shuffled order, visible patches first; with `masked_only`, the masked patches alone.
 
         Args:
             latent (`torch.Tensor` of shape `(batch, 1 + num_visible, hidden_size)`): Encoder output.
-            ids_restore (`torch.Tensor` of shape `(batch, num_patches)`): Place of each patch in the shuffled order.
+            ids_restore (`torch.Tensor` of shape `(batch, num_patches)`): Index of each patch in the shuffled order.
             skips (`tuple(torch.Tensor)`): Encoder outputs for the first decoder layers, deepest first.
-            grid_size (`tuple(int, int)`, *optional*): Patches along height and width, if not the configured grid.
+            grid_size (`tuple(int, int)`, *optional*): Patches along height and width; the configured grid by default.
         """
         batch_size, num_visible = latent.shape[0], latent.shape[1] - 1
         ids_shuffle = ids_restore.argsort(dim=1)
@@ -364,19 +397,19 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
                 f"`config` must be a DecayedViTMAEConfig, got {type(config).__name__}; "
                 "`DecayedViTMAEConfig.plain(...)` describes transformers' ViTMAE."
             )
-        config.validate()  # fields may have changed since the config was made
-        # Not super(): the ViTMAE classes further along would build their own, undecayed, modules.
+        config.validate()  # fields may have changed since the config was constructed
+        # Not super(): the ViTMAE classes further along would build modules without decay.
         PreTrainedModel.__init__(self, config)
 
     @torch.no_grad()
     def _init_weights(self, module):
-        # Library functions skip tensors that a checkpoint has filled; they must see the tensor itself, not a view of it.
+        # Functions of `init` skip tensors that a checkpoint has filled; they need the tensor itself, not a view of it.
         if isinstance(module, nn.Linear):
             init.xavier_uniform_(module.weight, gain=getattr(module, "init_gain", 1.0))
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            # Xavier as for the linear map from a patch's pixels to the embedding.
+            # Xavier of the linear map from a patch's pixels to the embedding.
             bound = math.sqrt(6 / (module.weight[0].numel() + module.weight.shape[0]))
             init.uniform_(module.weight, -bound, bound)
             init.zeros_(module.bias)
@@ -389,7 +422,7 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
         elif isinstance(module, (DecayedViTMAEEmbeddings, DecayedViTMAESkip, DecayedViTMAEDecoder)):
             for token in module.parameters(recurse=False):
                 init.normal_(token, std=self.config.initializer_range)
-            # The tables are never trained: left at zero, every masked patch would get the same prediction.
+            # The tables are never trained: left at zero, every masked patch gets the same prediction.
             for table in module.buffers(recurse=False):
                 init.copy_(table, sincos_positions(self.config.grid_size, table.shape[-1]))
 
@@ -397,15 +430,15 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info=False, **kwargs):
         """Loads a checkpoint of this family, or one of transformers' ViTMAE as the plain preset.
 
-        Weights must be safetensors and must fill the encoder; a head may be new, but not half loaded. Anything else is
-        an error that lists the keys. Arguments are those of `PreTrainedModel.from_pretrained`.
+        Weights must be safetensors and must fill the encoder. A head is loaded as a whole or starts untrained. Anything
+        else is an error that lists the keys. Arguments are those of `PreTrainedModel.from_pretrained`.
         """
         source = pretrained_model_name_or_path
         if kwargs.setdefault("use_safetensors", True) is not True:
             raise ValueError("`use_safetensors` must be True: pickled weights are read by `hf-decayed convert` only.")
         source_type = cls.config_class.model_type
         if source is not None:
-            # With `trust_remote_code`, which is none of its business, it warns.
+            # `get_config_dict` does not use `trust_remote_code`, and would warn of it.
             download = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}
             try:
                 source_type = PreTrainedConfig.get_config_dict(source, **download)[0].get("model_type")
@@ -418,7 +451,7 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
             model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise OSError(
-                f"The weights of '{source}' are damaged or incomplete ({error}): fetch them again."
+                f"The weights of '{source}' are damaged or incomplete ({error}): download them again."
             ) from error
         except OSError as error:
             if source is not None and os.path.exists(os.path.join(source, "pytorch_model.bin")):
@@ -431,9 +464,9 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
 
     def _check_loaded_keys(self, source, source_type, missing_keys, unexpected_keys, mismatched_keys=(), **info):
         mismatched = [key if isinstance(key, str) else key[0] for key in mismatched_keys]
-        # `ignore_mismatched_sizes` is for a classifier with other labels, not for anything else.
+        # `ignore_mismatched_sizes` may drop a classifier with other labels, and nothing else.
         absent = {*missing_keys, *(key for key in mismatched if not key.startswith("classifier."))}
-        # A head is loaded whole or is new as a whole; a head of another class is left aside.
+        # A head is loaded as a whole or is new as a whole; a head of another class is ignored.
         own = {prefix for head in HEADS for prefix in head if hasattr(self, prefix.rstrip("."))}
         new = {
             prefix
@@ -445,7 +478,7 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
         missing = [key for key in absent if not key.startswith(tuple(new))]
         unexpected = [key for key in unexpected_keys if not key.startswith(tuple(foreign))]
         if "classifier." in own & new and not self.config.final_norm:
-            # A new classifier may take the encoder without its last norm: it has one of its own, after pooling.
+            # A new classifier may drop the encoder's final norm: it has its own norm after pooling.
             unexpected = [key for key in unexpected if key.removeprefix("vit.") not in FINAL_NORM]
         if "decoder." in own & new:
             if source_type != self.config_class.model_type:
@@ -456,40 +489,41 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
             raise ValueError(
                 f"The weights of '{source}' do not fit {type(self).__name__}. Missing or of another shape: "
                 f"{sorted(missing) or 'none'}. Unexpected: {sorted(unexpected) or 'none'}. "
-                "`hf-decayed convert` reads other formats; other image sizes need `interpolate_pos_encoding=True`, no new table."
+                "`hf-decayed convert` reads other formats; for other image sizes pass `interpolate_pos_encoding=True`."
             )
 
     def save_pretrained(self, save_directory, is_main_process=True, *args, push_to_hub=False, **kwargs):
         """Writes weights, config, image processor and this code, so that any `Auto` class loads the folder.
 
-        Arguments are those of `PreTrainedModel.save_pretrained`. A processor for this image size that is already in the
-        folder is kept.
+        Arguments are those of `PreTrainedModel.save_pretrained`. An image processor of this image size that is already
+        in the folder is not overwritten.
         """
         encoder = getattr(self, "vit", self)
         if self.config.residual_form == "decay" and self.config.shortcut_schedule != "learned":
             if encoder.shortcut_alphas() != self.config.shortcut_alphas():
                 raise ValueError(
-                    "The config's shortcut fields have changed since the model was built: saved, it would be another network."
+                    "The config's shortcut fields have changed since the model was built, so the saved config would not "
+                    "describe this network."
                 )
-        if push_to_hub:  # uploads a fresh copy, so that nothing of an older save goes along and nothing is left out
+        if push_to_hub:  # a fresh copy is uploaded: complete, and without files of an older save
             repository = kwargs.pop("repo_id", None) or os.path.basename(os.path.normpath(save_directory))
             self.save_pretrained(save_directory, is_main_process)
             return self.push_to_hub(repository, **kwargs)
         self.config.auto_map = dict(AUTO_MAP)
-        kwargs.setdefault("save_original_format", False)  # our names, whatever names the weights were loaded from
+        kwargs.setdefault("save_original_format", False)  # our parameter names, also for converted weights
         if is_main_process:
             os.makedirs(save_directory, exist_ok=True)
             processor = image_processor(self.config)
             path = os.path.join(save_directory, "preprocessor_config.json")
-            if not os.path.exists(path) or image_size_of(path) != processor.size:
+            if not os.path.exists(path) or saved_image_size(path) != processor.size:
                 processor.save_pretrained(save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
 
 class DecayedViTMAEModel(DecayedViTMAEPreTrainedModel, ViTMAEModel):
-    """The encoder. It sees the whole image, tokens in patch order, unless `noise` or `mask_ratio` is passed."""
+    """The encoder. It sees the whole image, in patch order, unless `noise` or `mask_ratio` is passed."""
 
-    # Heads of other classes in the folder are left aside without a report; anything else is still an error.
+    # Heads of other classes in a checkpoint are ignored without a report; other unexpected keys are an error.
     _keys_to_ignore_on_load_unexpected = [r"^decoder\.", r"^classifier\.", r"^fc_norm\."]
 
     def __init__(self, config: DecayedViTMAEConfig):
@@ -512,7 +546,7 @@ class DecayedViTMAEModel(DecayedViTMAEPreTrainedModel, ViTMAEModel):
         self.post_init()
 
     def shortcut_alphas(self) -> list[tuple[float, float]]:
-        """`(attention_alpha, mlp_alpha)` of every layer as they are now, learned ones included."""
+        """The current `(attention_alpha, mlp_alpha)` of every layer, learned or not."""
         alphas = [(layer.attention_alpha, layer.mlp_alpha) for layer in self.layers]
         return [tuple(alpha.item() if isinstance(alpha, torch.Tensor) else alpha for alpha in pair) for pair in alphas]
 
@@ -530,18 +564,18 @@ class DecayedViTMAEModel(DecayedViTMAEPreTrainedModel, ViTMAEModel):
     ) -> DecayedViTMAEModelOutput:
         r"""
         pixel_values (`torch.Tensor` of shape `(batch_size, num_channels, height, width)`):
-            Images with ImageNet's mean taken off and divided by its standard deviation.
+            Images, normalised by ImageNet's mean and standard deviation.
         noise (`torch.Tensor` of shape `(batch_size, num_patches)`, *optional*):
-            Masks the patches with the largest values, as many as `mask_ratio` says. Pass it to repeat a masking.
+            The share `mask_ratio` of patches with the largest values is masked. Pass it to repeat a masking.
         mask_ratio (`float`, *optional*):
-            Share of patches to remove, in [0, 1). Without it the whole image is seen, or, given `noise`, the share is
-            `config.mask_ratio`.
+            Share of patches to mask, in [0, 1). Defaults to `config.mask_ratio` with `noise`, and to no masking
+            without it.
         interpolate_pos_encoding (`bool`, *optional*, defaults to `False`):
-            Accept another height and width than `config.image_size`, with positions interpolated in two dimensions.
+            Accept a height and width other than `config.image_size`; positions are interpolated in two dimensions.
         output_skips (`bool`, *optional*, defaults to `False`):
-            Return what the decoder's skips take.
+            Return the inputs of the decoder's skips.
         """
-        refuse_misplaced(kwargs, self)
+        reject_unknown_arguments(kwargs, self)
         hidden_states, mask, ids_restore = self.embeddings(
             pixel_values, noise=noise, mask_ratio=mask_ratio, interpolate_pos_encoding=interpolate_pos_encoding
         )
@@ -555,13 +589,13 @@ class DecayedViTMAEModel(DecayedViTMAEPreTrainedModel, ViTMAEModel):
                 skips.append(hidden_states)
         sequence_output = self.layernorm(hidden_states)
         if output_skips:
-            # The deepest skip is the encoder's output, so a final norm is trained even when nothing else reads it.
+            # The deepest skip is the encoder's output, so a final norm gets a gradient even if nothing else uses it.
             skips = [sequence_output, *skips[-2::-1]][: self.config.num_skips]
         return DecayedViTMAEModelOutput(
             last_hidden_state=sequence_output,
             mask=mask,
             ids_restore=ids_restore,
-            pooler_output=pool(sequence_output, self.config.pooling),
+            pooler_output=pool_tokens(sequence_output, self.config.pooling),
             skips=tuple(skips) if output_skips else None,
         )
 
@@ -570,10 +604,10 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
     """Encoder and decoder for masked-autoencoder pretraining. It always masks, in training and in evaluation."""
 
     _no_split_modules = ["DecayedViTMAEEmbeddings", "DecayedViTMAELayer", "DecayedViTMAEDecoder"]
-    # The loss is a mean over this batch: `Trainer` must go on dividing it by the accumulation steps.
+    # The loss is a mean over this batch: `Trainer` must divide it by the number of accumulation steps.
     accepts_loss_kwargs = False
 
-    # Heads of other classes in the folder are left aside without a report; anything else is still an error.
+    # Heads of other classes in a checkpoint are ignored without a report; other unexpected keys are an error.
     _keys_to_ignore_on_load_unexpected = [r"^classifier\.", r"^fc_norm\."]
 
     def __init__(self, config: DecayedViTMAEConfig):
@@ -583,7 +617,7 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
         self.post_init()
 
     def patchify(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False) -> torch.Tensor:
-        """Cuts images into patches: `(batch, channels, height, width)` -> `(batch, num_patches, p * q * channels)`."""
+        """Splits images into patches: `(batch, channels, height, width)` -> `(batch, num_patches, p * q * channels)`."""
         grid_height, grid_width = self.vit.embeddings.patch_grid(pixel_values, interpolate_pos_encoding)
         patch_height, patch_width = as_pair(self.config.patch_size)
         patches = pixel_values.reshape(
@@ -594,7 +628,7 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
     def unpatchify(
         self, patchified_pixel_values: torch.Tensor, original_image_size: tuple[int, int] | None = None
     ) -> torch.Tensor:
-        """Puts patches together again; `original_image_size` is `(height, width)` if not the configured one."""
+        """The inverse of `patchify`; `original_image_size` is `(height, width)`, the configured size by default."""
         height, width = original_image_size or as_pair(self.config.image_size)
         patch_height, patch_width = as_pair(self.config.patch_size)
         grid_height, grid_width = height // patch_height, width // patch_width
@@ -622,19 +656,19 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
     ) -> ViTMAEForPreTrainingOutput:
         r"""
         noise, mask_ratio, interpolate_pos_encoding:
-            As in [`DecayedViTMAEModel.forward`]; without `mask_ratio` the share removed is `config.mask_ratio`.
+            As in [`DecayedViTMAEModel.forward`], but `mask_ratio` always defaults to `config.mask_ratio`.
         return_loss (`bool`, *optional*, defaults to `True`):
-            Mean squared error over the removed patches.
+            Compute the mean squared error over the masked patches.
         return_logits (`bool`, *optional*, defaults to `True`):
-            Predicted patches of the whole image, in patch order. `False` predicts the removed patches only, which is
-            all that the loss needs.
+            Return predictions of all patches, in patch order. With `False` only the masked patches are predicted, which
+            is enough for the loss.
         """
-        refuse_misplaced(kwargs, self)
+        reject_unknown_arguments(kwargs, self)
         mask_ratio = self.config.mask_ratio if mask_ratio is None else mask_ratio
         grid_size = self.vit.embeddings.patch_grid(pixel_values, interpolate_pos_encoding)
         if 0.0 <= mask_ratio < 1.0 and int(math.prod(grid_size) * (1 - mask_ratio)) == math.prod(grid_size):
             raise ValueError(
-                f"`mask_ratio` must remove at least one of {math.prod(grid_size)} patches, got {mask_ratio}."
+                f"`mask_ratio` must mask at least one of {math.prod(grid_size)} patches, got {mask_ratio}."
             )
         outputs = self.vit(
             pixel_values,
@@ -658,12 +692,12 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
         if return_loss:
             ids_masked = outputs.ids_restore.argsort(dim=1)[:, num_visible:]
             target = select_rows(self.patchify(pixel_values, interpolate_pos_encoding), ids_masked)
-            # In float32 at least, and where the decoder is, which may be another device than the image's.
+            # In float32 at least, and on the decoder's device, which may not be the image's.
             target = target.to(predicted.device, torch.promote_types(predicted.dtype, torch.float32))
             if self.config.norm_pix_loss:
                 variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
                 target = (target - mean) / (variance + 1.0e-6) ** 0.5
-            # Every image loses as many patches, so this is the mean over removed patches of their pixels' mean.
+            # Every image has the same number of masked patches, so one mean over all pixels is the mean over patches.
             loss = F.mse_loss(predicted[:, -ids_masked.shape[1] :].to(target.dtype), target)
 
         return ViTMAEForPreTrainingOutput(
@@ -683,10 +717,10 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
         mask_ratio: float | None = None,
         interpolate_pos_encoding: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images whose removed patches are the model's, and which pixels those are: both as large as `pixel_values`.
+        """Images with predictions in place of the masked patches, and the mask: both in the shape of `pixel_values`.
 
-        A model of normalised patches (`norm_pix_loss`) does not know a patch's mean and deviation: its predictions get
-        those of the patch that they stand for.
+        A model with `norm_pix_loss` predicts normalised patches; each prediction gets the mean and the standard
+        deviation of the true patch.
         """
         outputs = self(
             pixel_values,
@@ -702,14 +736,14 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
             variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
             predicted = predicted * (variance + 1.0e-6) ** 0.5 + mean
         size = tuple(pixel_values.shape[2:])
-        removed = outputs.mask.to(target.device).bool().unsqueeze(-1).expand_as(target)
-        return self.unpatchify(torch.where(removed, predicted, target), size), self.unpatchify(removed, size)
+        masked = outputs.mask.to(target.device).bool().unsqueeze(-1).expand_as(target)
+        return self.unpatchify(torch.where(masked, predicted, target), size), self.unpatchify(masked, size)
 
 
 class DecayedViTMAEForImageClassification(DecayedViTMAEPreTrainedModel):
     """Encoder and a linear classifier on the pooled feature. It never masks."""
 
-    # Heads of other classes in the folder are left aside without a report; anything else is still an error.
+    # Heads of other classes in a checkpoint are ignored without a report; other unexpected keys are an error.
     _keys_to_ignore_on_load_unexpected = [r"^decoder\."]
 
     def __init__(self, config: DecayedViTMAEConfig):
@@ -720,7 +754,7 @@ class DecayedViTMAEForImageClassification(DecayedViTMAEPreTrainedModel):
             nn.Identity() if config.final_norm else nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         )
         self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
-        self.classifier.init_gain = 0.0  # a new classifier has no opinion
+        self.classifier.init_gain = 0.0  # a new classifier gives every class the same score
         self.post_init()
 
     @can_return_tuple
@@ -734,9 +768,9 @@ class DecayedViTMAEForImageClassification(DecayedViTMAEPreTrainedModel):
     ) -> ImageClassifierOutput:
         r"""
         labels (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
-            Classes in [0, `config.num_labels`) for a cross-entropy loss; floats with one label give a regression.
+            Classes in [0, `config.num_labels`) for a cross-entropy loss; floats, with one label, for a regression.
         """
-        refuse_misplaced(kwargs, self)
+        reject_unknown_arguments(kwargs, self)
         outputs = self.vit(
             pixel_values,
             interpolate_pos_encoding=interpolate_pos_encoding,
@@ -756,8 +790,8 @@ class DecayedViTMAEForImageClassification(DecayedViTMAEPreTrainedModel):
 class DecayedViTMAEBackbone(BackboneMixin, DecayedViTMAEModel):
     """Encoder that returns dense feature maps `(batch, hidden_size, height, width)` for detection or segmentation heads.
 
-    `out_features` or `out_indices` choose the layers (`stem`, `stage1`, ...; the last by default). Images may have any
-    height and width that the patch size divides.
+    `out_features` or `out_indices` select the layers (`stem`, `stage1`, ...; the last by default). Height and width of
+    the images must be divisible by the patch size.
     """
 
     def __init__(self, config: DecayedViTMAEConfig):
@@ -767,7 +801,7 @@ class DecayedViTMAEBackbone(BackboneMixin, DecayedViTMAEModel):
     @can_return_tuple
     @filter_output_hidden_states
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BackboneOutput:
-        refuse_misplaced(kwargs, self)
+        reject_unknown_arguments(kwargs, self)
         outputs = DecayedViTMAEModel.forward(
             self, pixel_values, interpolate_pos_encoding=True, return_dict=True, **kwargs
         )
@@ -782,28 +816,15 @@ class DecayedViTMAEBackbone(BackboneMixin, DecayedViTMAEModel):
         )
 
 
-def image_size_of(path: str) -> dict | None:
-    """The size that a saved processor resizes to."""
+def saved_image_size(path: str) -> dict | None:
+    """The image size in a `preprocessor_config.json`."""
     with open(path) as file:
         return json.load(file).get("size")
 
 
 def image_processor(config: DecayedViTMAEConfig):
-    """The processor that belongs to a model: bicubic resize to `image_size`, ImageNet's mean and standard deviation."""
-    from transformers import ViTImageProcessorPil
-    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
-
-    height, width = as_pair(config.image_size)
-    mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-    if config.num_channels != 3:
-        mean, std = [sum(mean) / 3] * config.num_channels, [sum(std) / 3] * config.num_channels
-    return ViTImageProcessorPil(
-        size={"height": height, "width": width},
-        resample=PILImageResampling.BICUBIC,
-        image_mean=list(mean),
-        image_std=list(std),
-        do_convert_rgb=config.num_channels == 3,
-    )
+    """The image processor that is saved with a model of this config."""
+    return default_image_processor(config.image_size, config.num_channels)
 
 
 AUTO_MAP = {

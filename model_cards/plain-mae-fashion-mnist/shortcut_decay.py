@@ -2,10 +2,15 @@
 
 A transformer layer has two residual branches, attention and MLP, so a network of L layers has 2L of them. A schedule
 gives each branch one number, its alpha; everything here is plain Python arithmetic on those numbers.
+
+The diffusion models travel to the Hub as single files and hold declared copies of these functions.
 """
 
 import math
+import warnings
 
+
+__all__ = ["effective_decay", "suggest_shortcut_decay"]
 
 # Each schedule maps relative depth (0 at the first branch, 1 at the last) to the share of the decay applied there.
 SCHEDULES = {
@@ -13,7 +18,8 @@ SCHEDULES = {
     "cosine": lambda depth: (1.0 - math.cos(math.pi * depth)) / 2.0,
     "constant": lambda depth: 1.0,
 }
-EFFECTIVE_DECAY_TARGET = 3e-3  # inside the paper's advice [1e-3, 1e-2); meets its best values at 12 and 18 layers
+# What `"auto"` aims at: inside the paper's advice [1e-3, 1e-2), and near its best values at 12 and 18 layers.
+EFFECTIVE_DECAY_TARGET = 3e-3
 
 
 def shortcut_factors(depths: list[float], shortcut_decay: float, schedule: str = "linear") -> list[float]:
@@ -49,7 +55,7 @@ def layer_shortcut_factors(
         schedule (`str`, defaults to `"linear"`): `linear`, `cosine` or `constant` (every alpha is `shortcut_decay`).
         granularity (`str`, defaults to `"sublayer"`): `sublayer` or `layer`, see [`branch_depths`].
         scope (`str`, defaults to `"both"`):
-            `both`, `attention` or `mlp`. The branch left out keeps alpha 1; places on the schedule do not move.
+            `both`, `attention` or `mlp`. The other branch keeps alpha 1; the depths of the decayed branches do not change.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"`schedule` must be one of {sorted(SCHEDULES)}, got {schedule!r}.")
@@ -73,7 +79,7 @@ def effective_decay(
     granularity: str = "sublayer",
     scope: str = "both",
 ) -> float:
-    """Share of the network's input that the shortcuts alone carry to its output: the product of all alphas.
+    """Share of the network's input that reaches its output through the shortcuts alone: the product of all alphas.
 
     >>> round(effective_decay(12, 0.6), 4)
     0.0036
@@ -89,7 +95,7 @@ def suggest_shortcut_decay(
     granularity: str = "sublayer",
     scope: str = "both",
 ) -> float:
-    """The `shortcut_decay` whose effective decay is `target`, to six decimals; this is what `"auto"` stands for.
+    """The `shortcut_decay` whose effective decay is `target`, to six decimals: the value of `"auto"`.
 
     A rule of thumb. It fits the paper at 12 and 18 layers; at 24 layers the paper's best value is lower. Shallow
     networks get small values, and below 0.45 training becomes unstable: prefer twelve narrow layers to six wide ones.
@@ -106,10 +112,39 @@ def suggest_shortcut_decay(
             f"{target}: even `shortcut_decay=0` gives {smallest:.2g}."
         )
     low, high = 0.0, 1.0
-    for _ in range(50):  # the product grows with the decay, so halving the interval closes in on the one solution
+    for _ in range(50):  # bisection: the effective decay grows with `shortcut_decay`
         middle = (low + high) / 2.0
         if effective_decay(num_layers, middle, schedule, granularity, scope) < target:
             low = middle
         else:
             high = middle
     return round(high, 6)
+
+
+def warn_about_decay(
+    num_layers: int,
+    shortcut_decay: float,
+    schedule: str = "linear",
+    granularity: str = "sublayer",
+    scope: str = "both",
+) -> None:
+    """Warns of a `shortcut_decay` below 1 that is unstable in training or far from the paper's effective decays."""
+    if shortcut_decay == 1.0:
+        return
+    if shortcut_decay < 0.45:
+        warnings.warn(
+            f"`shortcut_decay={shortcut_decay}` is below 0.45: the paper reports unstable training from 0.4 down.",
+            stacklevel=3,
+        )
+    effective = effective_decay(num_layers, shortcut_decay, schedule, granularity, scope)
+    if not 1e-4 <= effective <= 1e-1:
+        try:
+            suggested = suggest_shortcut_decay(num_layers, schedule=schedule, granularity=granularity, scope=scope)
+            hint = f"; the rule of thumb (`'auto'`) is {suggested:.3f}."
+        except ValueError:  # the rule needs more branches, which is no reason to refuse a value set by hand
+            hint = "."
+        warnings.warn(
+            f"`shortcut_decay={shortcut_decay}` over {num_layers} layers gives an effective decay of {effective:.1e}, "
+            f"outside [1e-4, 1e-1]{hint}",
+            stacklevel=3,
+        )
