@@ -9,8 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# Scripts import one another. Last on the path: one of them is called like the library `evaluate`.
+# Scripts import one another. Last on the path, so that they hide no library.
 sys.path.append(str(ROOT / "training"))
+sys.path.append(str(ROOT / "training" / "benchmarks"))
 sys.path.append(str(ROOT / "model_cards" / "space"))
 
 # Before any Hugging Face import: nothing here may reach out.

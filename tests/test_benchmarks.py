@@ -9,11 +9,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-
-
-sys.path.append(str(ROOT / "training" / "benchmarks"))
-
-from timing import (  # noqa: E402
+from timing import (
     OPERATORS,
     Stopwatch,
     compare,

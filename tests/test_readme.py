@@ -1,6 +1,5 @@
 """What the README shows runs; its figures come from files; the code keeps its style."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -9,7 +8,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import benchmark
 import finetune
 import linear_probe
 import mae
@@ -21,7 +19,9 @@ import torch
 import uvit
 from conftest import TINY_SIZES
 from diffusers import DPMSolverMultistepScheduler
+from sweep_tables import format_tables
 from test_conversion import sit_weights, timm_weights, uvit_weights
+from timing import render
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
 from hf_decayed import (
@@ -33,18 +33,11 @@ from hf_decayed import (
     DecayedViTMAEForPreTraining,
 )
 from hf_decayed.cli import main
+from hf_decayed.evaluation.arguments import parse_arguments as parse_evaluation
 
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-
-
-def load_evaluate():
-    """By its file: `import evaluate` is the library."""
-    specification = importlib.util.spec_from_file_location("evaluate_script", ROOT / "training" / "evaluate.py")
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
-    return script
 
 
 def blocks(language):
@@ -90,7 +83,6 @@ def test_training_commands_are_understood():
     """Every line that calls a script parses."""
     scripts = {
         "mae": mae,
-        "evaluate": load_evaluate(),
         "linear_probe": linear_probe,
         "finetune": finetune,
         "sweep": sweep,
@@ -106,9 +98,11 @@ def test_training_commands_are_understood():
     assert set(seen) == set(scripts) and seen.count("mae") == 6
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "training" / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "recipe", sorted(path.stem for path in (ROOT / "training" / "recipes" / "mae").glob("*.yaml"))
+)
 def test_every_recipe_describes_a_model(recipe):
-    options = mae.parse_arguments(["--recipe", recipe])
+    options = mae.parse_arguments(["--recipe", recipe])[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = DecayedViTMAEConfig.from_size(options.size, **options.fields)
@@ -119,8 +113,8 @@ def test_every_recipe_describes_a_model(recipe):
 
 @pytest.mark.parametrize("script", [uvit, sit])
 def test_every_recipe_describes_a_diffusion_model(script):
-    for path in script.RECIPES.glob("*.yaml"):
-        options = script.parse_arguments(["--recipe", path.stem])
+    for path in (ROOT / "training" / "recipes" / script.__name__).glob("*.yaml"):
+        options, _ = script.parse_arguments(["--recipe", path.stem])
         model_class = DecayedUViT2DModel if script is uvit else DecayedSiTTransformer2DModel
         with torch.device("meta"):
             model = model_class.from_size(options.size, sample_size=options.image_size, **options.fields)
@@ -138,14 +132,14 @@ def test_every_grid_describes_models(grid):
         warnings.filterwarnings("ignore", "`shortcut_decay=")
         for run in runs:
             if run["script"] == "resnet":
-                options = resnet.parse_arguments(sweep.as_flags(run))
+                options, _ = resnet.parse_arguments(sweep.as_flags(run))
                 DecayedResNetConfig.from_num_blocks(options.num_blocks, **options.fields)
                 continue
             if run["script"] == "uvit":
-                options = uvit.parse_arguments(sweep.as_flags(run))
+                options, _ = uvit.parse_arguments(sweep.as_flags(run))
                 DecayedUViT2DModel.from_size(options.size, **options.fields)
                 continue
-            options = mae.parse_arguments(sweep.as_flags(run))
+            options, _ = mae.parse_arguments(sweep.as_flags(run))
             make = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
             make(options.size, **options.fields)
 
@@ -163,8 +157,13 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
     network = DecayedUViT2DModel(sample_size=8, hidden_size=32, num_layers=2, num_attention_heads=2)
     DecayedUViTPipeline(network, DPMSolverMultistepScheduler()).save_pretrained("outputs/uvit")
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-decayed")]
-    expected = ["card", "publish", "sample"] + 7 * ["convert"] + ["publish"]
+    expected = ["evaluate", "card", "publish", "sample"] + 4 * ["evaluate"] + 7 * ["convert"] + ["publish"]
     assert [line.split()[1] for line in lines] == expected
+    for line in [
+        line for line in lines if line.split()[1] == "evaluate"
+    ]:  # test_features.py and test_generation.py run it
+        parse_evaluation(shlex.split(line)[2:])
+    lines = [line for line in lines if line.split()[1] != "evaluate"]
     model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))
     model.save_pretrained("outputs/mae")
     said = {
@@ -182,7 +181,7 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
 def test_benchmark_table_is_the_one_in_the_results(name):
     page = (ROOT / "docs/speed.md").read_text()
     shown = re.search(rf"<!-- benchmark {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
-    assert shown == benchmark.render(json.loads((ROOT / f"model_cards/results/benchmark_{name}.json").read_text()))
+    assert shown == render(json.loads((ROOT / f"model_cards/results/benchmark_{name}.json").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -192,11 +191,7 @@ def test_benchmark_table_is_the_one_in_the_results(name):
 def test_small_scale_table_is_the_one_in_the_results(grid):
     page, folder = (ROOT / "docs/small_scale.md").read_text(), ROOT / "model_cards/results/small_scale"
     shown = re.search(rf"<!-- table {grid} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
-    by_name = {}
-    for record in sweep.read_records(folder / f"{grid}.jsonl"):
-        by_name.setdefault(record["name"], []).append(record)
-    table = sweep.supervised_table if grid == "resnet_rank" else sweep.tables
-    assert shown == table(by_name).rstrip()
+    assert shown == format_tables(sweep.read_records(folder / f"{grid}.jsonl")).rstrip()
     for picture in re.findall(r"\.\./(model_cards/\S+\.png)", page):
         assert (ROOT / picture).stat().st_size > 5000
 
@@ -204,10 +199,8 @@ def test_small_scale_table_is_the_one_in_the_results(grid):
 def test_the_table_of_decays_of_uvit_is_the_one_in_the_results():
     page = (ROOT / "docs/small_diffusion.md").read_text()
     shown = re.search(r"<!-- table cifar100_uvit -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
-    by_name = {}
-    for record in sweep.read_records(ROOT / "model_cards/results/small_diffusion/cifar100_uvit.jsonl"):
-        by_name.setdefault(record["name"], []).append(record)
-    assert shown == sweep.diffusion_table(by_name).rstrip()
+    records = sweep.read_records(ROOT / "model_cards/results/small_diffusion/cifar100_uvit.jsonl")
+    assert shown == format_tables(records).rstrip()
     for picture in re.findall(r"\.\./(model_cards/\S+\.png)", page):
         assert (ROOT / picture).stat().st_size > 5000
 
@@ -225,25 +218,6 @@ def test_the_table_of_tiny_recipes_is_the_one_in_the_results():
         expected += ["yes" if record["zero_init_branches"] else "no", record["steps"], record["images_seen"]]
         expected += [f"{record['loss']:.3f}", f"{record[distance]:.2f}", distance.rpartition("_")[2]]
         assert cells == [str(each) for each in expected]
-
-
-@pytest.mark.slow
-def test_benchmark_runs(tmp_path):
-    command = [
-        sys.executable,
-        "training/benchmark.py",
-        "models",
-        "--sizes",
-        "tiny",
-        "--rounds",
-        "1",
-        "--batch_size",
-        "4",
-    ]
-    result = subprocess.run([*command, "--output", tmp_path / "b.json"], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "transformers ViTMAE" in result.stdout
-    assert len(json.loads((tmp_path / "b.json").read_text())["tables"]) == 3
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]])

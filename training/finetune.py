@@ -81,7 +81,7 @@ def main():
         )
     config = model.config
     for layer, rate in zip(model.vit.layers, np.linspace(0, options.drop_path, config.num_hidden_layers)):
-        layer.dropout = DropPath(float(rate), getattr(layer.dropout, "scale", 1.0))
+        layer.dropout = DropPath(float(rate))
     pretrained = model_fingerprint(model.vit)
     processor = default_image_processor(config.image_size, config.num_channels)
     augmentation = Augmentation(
@@ -154,14 +154,13 @@ def main():
 
 
 class DropPath(torch.nn.Module):
-    """Stochastic depth: drops a branch for some images of a batch; replaces a layer's dropout, and keeps its scale."""
+    """Stochastic depth: drops a branch for some images of a batch; replaces a layer's dropout."""
 
-    def __init__(self, rate: float, scale: float = 1.0):
+    def __init__(self, rate: float):
         super().__init__()
-        self.rate, self.scale = rate, scale
+        self.rate = rate
 
     def forward(self, branch: torch.Tensor) -> torch.Tensor:
-        branch = branch if self.scale == 1.0 else self.scale * branch
         if not self.training or self.rate == 0:
             return branch
         mask = torch.rand(len(branch), 1, 1, device=branch.device) >= self.rate
