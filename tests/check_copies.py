@@ -3,7 +3,8 @@
     # Copied from hf_decayed.models.unet_decayed_uvit.DecayedUViTAttention with UViT->SiT
 
 stands above a function, class, method or constant that has to equal its source after the replacements. Comparison is by
-syntax tree, docstrings included; comments and line breaks may differ.
+syntax tree, docstrings included; comments and line breaks may differ. Code of the shipped checkpoints in `model_cards/` is a
+copy of the package's, byte for byte.
 
     python tests/check_copies.py          # lists the copies that differ
     python tests/check_copies.py --fix    # rewrites them from their sources
@@ -129,6 +130,14 @@ def fix(root: Path = ROOT) -> list[Copy]:
     return fixed
 
 
+def outdated_code(root: Path = ROOT) -> dict[Path, Path]:
+    """Code files of shipped checkpoints that differ from the package's file of the same name: file -> the package's."""
+    rooms = (root / "hf_decayed" / "models", root / "hf_decayed" / "pipelines")
+    package = {file.name: file for room in rooms for file in room.glob("*.py")}
+    shipped = [file for folder in (root / "model_cards").glob("*-*") for file in sorted(folder.rglob("*.py"))]
+    return {file: package[file.name] for file in shipped if file.read_text() != package[file.name].read_text()}
+
+
 def describe(copy: Copy, root: Path = ROOT) -> str:
     return f"{copy.file.relative_to(root)}: `{copy.name}` differs from {copy.source}"
 
@@ -144,7 +153,14 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         return 2
     for copy in copies:
         print(describe(copy, root) + (": rewritten" if options.fix else f": run `{FIX}`"))
-    return 1 if copies and not options.fix else 0
+    shipped = outdated_code(root)
+    for file, ours in shipped.items():
+        if options.fix:
+            file.write_text(ours.read_text())
+        print(
+            f"{file.relative_to(root)} differs from the package's" + (": copied" if options.fix else f": run `{FIX}`")
+        )
+    return 1 if (copies or shipped) and not options.fix else 0
 
 
 if __name__ == "__main__":

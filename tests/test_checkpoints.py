@@ -87,7 +87,7 @@ def test_a_checkpoint_is_what_a_repository_may_hold(name):
     for module in code_modules(folder):
         assert list(folder.rglob(f"{module}.py"))
     for path in folder.rglob("*.py"):  # who changes the package's code changes these too, or says why not
-        assert path.read_text() == OURS[path.name].read_text(), f"{path} is not the package's"
+        assert path.read_text() == OURS[path.name].read_text(), f"{path} is not the package's: run `make fix-copies`"
     validate_staged(folder)  # numbers that no results file has, secrets, paths
     text = (folder / "README.md").read_text()
     for picture in re.findall(r"!\[.+\]\((.+)\)", text):

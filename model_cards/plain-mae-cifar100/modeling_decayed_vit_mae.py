@@ -116,7 +116,7 @@ def reject_unknown_arguments(arguments: dict, model: nn.Module) -> None:
     Other keyword arguments go to the attention kernels, which ignore unknown names.
     """
     for name in arguments:
-        nearest = difflib.get_close_matches(name, ARGUMENTS, 1, 0.8) if not torch.compiler.is_compiling() else ()
+        nearest = difflib.get_close_matches(name, ARGUMENTS, 1, 0.8) if not torch.compiler.is_compiling() else []
         if name in ARGUMENTS or nearest:
             hint = "" if name in ARGUMENTS else f"; did you mean `{nearest[0]}`?"
             raise TypeError(f"{type(model).__name__}.forward() has no argument `{name}`{hint}")
@@ -211,17 +211,6 @@ class DecayedViTMAEEmbeddings(nn.Module):
         return shape[2] // patch_size[0], shape[3] // patch_size[1]
 
 
-class ScaledDropout(nn.Dropout):
-    """Dropout whose output is multiplied by a constant: the branch scale of the ablations `residual_form="scale_*"`."""
-
-    def __init__(self, p: float, scale: float):
-        super().__init__(p)
-        self.scale = scale
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.scale * super().forward(hidden_states)
-
-
 # Copied from hf_decayed.models.unet_decayed_uvit.add_learned_shortcut
 def add_learned_shortcut(
     branch: torch.Tensor, hidden_states: torch.Tensor, alpha: torch.Tensor | float
@@ -247,8 +236,7 @@ class DecayedViTMAELayer(ViTMAELayer):
         self.attention_alpha = attention_alpha
         self.mlp_alpha = mlp_alpha
         self.has_learned_alphas = not (isinstance(attention_alpha, float) and isinstance(mlp_alpha, float))
-        if branch_scale != 1.0:
-            self.dropout = ScaledDropout(config.hidden_dropout_prob, branch_scale)
+        self.branch_scale = branch_scale
         # Xavier on query, key and value apart, with this gain, is Xavier on the one matrix that He et al. initialise.
         for projection in (self.attention.q_proj, self.attention.k_proj, self.attention.v_proj):
             projection.init_gain = 2**-0.5
@@ -263,6 +251,8 @@ class DecayedViTMAELayer(ViTMAELayer):
     ) -> torch.Tensor:
         if self.has_learned_alphas:
             return self.forward_learned(hidden_states, attention_mask, **kwargs)
+        if self.branch_scale != 1.0:
+            return self.forward_scaled(hidden_states, attention_mask, **kwargs)
         attention_output, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
         hidden_states = torch.add(self.dropout(attention_output), hidden_states, alpha=self.attention_alpha)
         mlp_output = self.mlp(self.layernorm_after(hidden_states))
@@ -280,6 +270,20 @@ class DecayedViTMAELayer(ViTMAELayer):
         hidden_states = add_learned_shortcut(self.dropout(attention_output), hidden_states, self.attention_alpha)
         mlp_output = self.mlp(self.layernorm_after(hidden_states))
         return add_learned_shortcut(self.dropout(mlp_output), hidden_states, self.mlp_alpha)
+
+    def forward_scaled(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """`forward` for the ablations `residual_form="scale_both"` and `"scale_branch"`, which scale the branches too."""
+        attention_output, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
+        attention_output = self.branch_scale * self.dropout(attention_output)
+        hidden_states = torch.add(attention_output, hidden_states, alpha=self.attention_alpha)
+        mlp_output = self.mlp(self.layernorm_after(hidden_states))
+        mlp_output = self.branch_scale * self.dropout(mlp_output)
+        return torch.add(mlp_output, hidden_states, alpha=self.mlp_alpha)
 
 
 class DecayedViTMAESkip(nn.Module):

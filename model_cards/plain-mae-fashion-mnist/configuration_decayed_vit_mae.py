@@ -23,7 +23,7 @@ __all__ = ["DecayedViTMAEConfig"]
 
 # The named sizes, each with the decoder of the released models (512 wide, 8 deep) and the paper's best `shortcut_decay`.
 # The paper has no value for 32 layers, so `huge` takes the rule of thumb.
-SIZES = {
+SIZES: dict[str, dict] = {
     "small": {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536},
     "base": {},
     "large": {
@@ -75,7 +75,8 @@ MAX_SIZE = 2**20
 
 def as_pair(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
     """`(height, width)` of an image or patch size that is one number or two."""
-    return (size, size) if isinstance(size, int) else tuple(size)
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
 
 
 def check_num_labels(fields: dict) -> None:
@@ -200,11 +201,13 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
 
     def shortcut_alphas(self) -> list[tuple[float, float]]:
         """`(attention_alpha, mlp_alpha)` of every encoder layer; for `learned`, their initial values."""
-        decay, schedule = self.shortcut_decay, self.shortcut_schedule
-        if schedule == "learned":
-            decay, schedule = 1.0, "constant"
+        learned = self.shortcut_schedule == "learned"
         return layer_shortcut_factors(
-            self.num_hidden_layers, decay, schedule, self.shortcut_granularity, self.shortcut_scope
+            self.num_hidden_layers,
+            1.0 if learned else float(self.shortcut_decay),
+            "constant" if learned else self.shortcut_schedule,
+            self.shortcut_granularity,
+            self.shortcut_scope,
         )
 
     def effective_decay(self) -> float:
