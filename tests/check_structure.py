@@ -9,7 +9,8 @@ import ast
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import packages_distributions
+from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -273,17 +274,27 @@ def extra_requirements() -> list[str]:
     return [entry for extra in extras for entry in extra if Requirement(entry).name != PACKAGE]
 
 
+@cache
+def installed_packages() -> dict[str, set[str]]:
+    """Distributions by import name, from their files: `packages_distributions` of Python 3.10 misses many."""
+    packages: dict[str, set[str]] = {}
+    for distribution in distributions():
+        modules = [file for file in distribution.files or [] if file.suffix in (".py", ".so", ".pyd")]
+        owner = canonicalize_name(distribution.metadata["Name"])
+        for name in {file.parts[0].split(".")[0] for file in modules}:
+            if name.isidentifier() and name != "__pycache__":
+                packages.setdefault(name, set()).add(owner)
+    return packages
+
+
 def import_names(requirements: Iterable[str]) -> set[str]:
     """Names under which the packages of requirements are imported."""
-    installed: dict[str, set[str]] = {}
-    for name, distributions in packages_distributions().items():
-        for distribution in distributions:
-            installed.setdefault(canonicalize_name(distribution), set()).add(name)
+    installed = installed_packages()
     names = set()
     for requirement in requirements:
         distribution = canonicalize_name(Requirement(requirement).name)
         usual_name = IMPORT_NAMES.get(distribution, distribution.replace("-", "_"))
-        names |= {usual_name, *installed.get(distribution, ())}
+        names |= {usual_name, *(name for name, owners in installed.items() if distribution in owners)}
     return names
 
 

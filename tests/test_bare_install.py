@@ -9,10 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
-from check_structure import PACKAGE, ROOT, declared_packages, read_pyproject
+from check_structure import PACKAGE, ROOT, declared_packages, installed_packages, read_pyproject
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -59,10 +59,10 @@ def base_distributions() -> set[str]:
 
 def hidden_packages() -> set[str]:
     """Import names of all packages that are installed here, and that a plain installation would not have."""
-    kept = base_distributions() | {canonicalize_name(PACKAGE)}
-    installed = packages_distributions()
-    hidden = {name for name, owners in installed.items() if not kept.intersection(map(canonicalize_name, owners))}
-    return hidden | (declared_packages()[1] - {name for name in installed if name not in hidden})
+    base = base_distributions() | {canonicalize_name(PACKAGE)}
+    installed = installed_packages()
+    hidden = {name for name, owners in installed.items() if not owners & base}
+    return hidden | (declared_packages()[1] - installed.keys())
 
 
 def test_packages_of_the_extras_are_hidden():
