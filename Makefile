@@ -18,7 +18,7 @@ style:
 test:
 	$(PYTHON) -m pytest
 
-# Compiles, killed processes, browsers: hours on two cores.
+# Real compilation, killed and resumed runs, browsers.
 slow:
 	$(PYTHON) -m pytest -m slow
 
@@ -35,4 +35,4 @@ fix-copies:
 
 # Compares what README, docs and cards show with the JSON files it is made from, and runs their examples.
 docs:
-	$(PYTHON) -m pytest tests/test_readme.py tests/test_cards.py
+	$(PYTHON) -m pytest tests/test_readme.py tests/test_cards.py tests/test_checkpoints.py tests/test_generation.py
