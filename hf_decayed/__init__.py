@@ -17,7 +17,7 @@ from . import _deprecated
 __version__ = "0.1.0"
 
 
-def _read_constants(path: _Path) -> dict[str, object]:
+def _read_constants(path: _Path) -> dict:
     """`__all__` and `AUTO_MAP` of a module, without importing it: those of diffusers are imported on demand."""
     constants = {}
     for node in _ast.parse(path.read_text(encoding="utf-8")).body:

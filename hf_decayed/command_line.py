@@ -89,7 +89,7 @@ def parse_field(text: str) -> tuple[str, object]:
 
 def constructor_fields(model_class: type) -> set[str]:
     """Names of the config fields of a diffusers model: the arguments of its constructor."""
-    return set(inspect.signature(model_class.__init__).parameters) - {"self", "args", "kwargs"}
+    return set(inspect.signature(model_class).parameters) - {"args", "kwargs"}
 
 
 def check_fields(fields: Collection[str], known: set[str]) -> None:

@@ -236,7 +236,7 @@ class EvaluationDataset(torch.utils.data.Dataset):
     def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
         decoded = self.decode(indices)
         good = [index for index in indices if decoded[index][0] is not None]
-        pixels = [decoded[index][0] for index in good]
+        pixels = [array for array, _ in (decoded[index] for index in good) if array is not None]
         batch = {
             "labels": torch.tensor([decoded[index][1] for index in good]),
             "indices": torch.tensor(good),

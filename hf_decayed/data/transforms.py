@@ -117,7 +117,7 @@ class Augmentation:
             raise ValueError(
                 f"`crop_scale` must be a range of areas in (0, 1], got {crop_scale[0]} to {crop_scale[1]}."
             )
-        self.image_size, self.num_channels, self.num_patches = tuple(image_size), num_channels, num_patches
+        self.image_size, self.num_channels, self.num_patches = (*image_size,), num_channels, num_patches
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
         self.seed, self.crop_scale, self.horizontal_flip = seed, crop_scale, horizontal_flip
         self.rand_augment_magnitude = rand_augment_magnitude  # 0: none

@@ -84,7 +84,7 @@ def evaluate_samples(
     metrics, extraction = metrics or SampleMetrics(), extraction or Extraction()
     accelerator = accelerator or Accelerator()
     encode, network = image_features(feature_net, accelerator.device, feature_net_revision)
-    sets = {"samples": (samples, samples.fingerprint)}
+    sets: dict[str, tuple] = {"samples": (samples, samples.fingerprint)}
     sets |= reference_sets(reference, samples.shape, extraction.on_bad_image)
     features = {
         name: extraction.extract(
@@ -227,7 +227,7 @@ class SampledImages(torch.utils.data.Dataset):
                 if "arr_0" not in arrays or arrays["arr_0"].dtype != np.uint8 or arrays["arr_0"].ndim != 4:
                     raise DataError(f"'{path.name}' has no bytes `(number, height, width, channels)` under `arr_0`.")
                 self.images = arrays["arr_0"]
-            digest = hashlib.sha256(self.images)
+            digest = hashlib.sha256(np.ascontiguousarray(self.images))
         self.fingerprint = digest.hexdigest()[:16]
         self.first_shape = self[0].shape
 

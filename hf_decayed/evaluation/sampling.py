@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -177,12 +178,12 @@ def load_pipeline(
             model, revision=revision, trust_remote_code=trust_remote_code, **replaced
         )
     arguments = dict(replaced)
-    parameters = inspect.signature(pipeline_class.__init__).parameters
+    parameters = inspect.signature(pipeline_class).parameters
     for name in (parameters.keys() & index.keys()) - replaced.keys():
         value = index[name]
         arguments[name] = load_component(model, name, value, revision) if isinstance(value, list) else value
     for name, parameter in parameters.items():
-        required = name != "self" and parameter.default is parameter.empty  # the network and the scheduler
+        required = parameter.default is parameter.empty  # the network and the scheduler
         if required and (not isinstance(index.get(name), list) or arguments[name] is None):
             raise UserError(
                 f"'model_index.json' of '{model}' names no '{name}', which {pipeline_class.__name__} needs."
@@ -201,8 +202,8 @@ def load_component(model: str, name: str, entry: list, revision: str | None):
         raise UserError(f"`{name}` in 'model_index.json' must name a library and a class, got {entry!r}.")
     if entry[1] is None:
         return None
-    component_class = package_class(entry[1]) or getattr(diffusers, entry[1], None)
-    if not isinstance(component_class, type) or not issubclass(component_class, (ModelMixin, SchedulerMixin)):
+    component_class: Any = package_class(entry[1]) or getattr(diffusers, entry[1], None)
+    if not inspect.isclass(component_class) or not issubclass(component_class, (ModelMixin, SchedulerMixin)):
         raise UserError(
             f"`{name}` in 'model_index.json' names {entry[1]!r}, which is no network or scheduler of this package or of "
             "diffusers."
@@ -213,7 +214,7 @@ def load_component(model: str, name: str, entry: list, revision: str | None):
         raise UserError(f"'{name}' of '{model}' is no {entry[1]}: {format_error(error)}") from error
 
 
-def class_cycle(pipeline: DiffusionPipeline, classes: str) -> list[int] | None:
+def class_cycle(pipeline: DiffusionPipeline, classes: str) -> list[int | str] | None:
     """Class labels that samples take in turn; `None` for samples without a class."""
     num_classes = pipeline_network(pipeline).config.get("num_classes") or 0
     if classes == "none" or (classes == "all" and num_classes == 0):

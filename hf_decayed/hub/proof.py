@@ -31,7 +31,8 @@ save_file(outputs, output)
 
 def prove(source: Path, staged: Path, folder: Path) -> float:
     """Runs the code of the staged folder in another process; returns the largest difference to the source's output."""
-    kind, class_name, _, _ = read_model_folder(staged)
+    folder_content = read_model_folder(staged)
+    kind, class_name = folder_content.kind, folder_content.class_name
     saved_class = kind.classes[class_name]
     expected, fingerprint = source_outputs(source, kind, saved_class)
     outputs = staged_outputs(staged, folder, kind, saved_class)

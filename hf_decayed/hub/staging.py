@@ -136,7 +136,7 @@ def is_pickle(path: Path) -> bool:
         for opcode, argument, _ in pickletools.genops(beginning):
             if opcode.name in ("GLOBAL", "INST"):
                 # Of ordinary text that can be read as a pickle, hardly any names a module and a class.
-                imports = imports or bool(re.fullmatch(r"[A-Za-z_][\w.]* [A-Za-z_][\w.]*", argument))
+                imports = imports or bool(re.fullmatch(r"[A-Za-z_][\w.]* [A-Za-z_][\w.]*", str(argument)))
             if imports and opcode.name in ("INST", "REDUCE", "OBJ", "NEWOBJ", "BUILD", "STOP"):
                 return True
     except Exception:  # text is no pickle, and breaks off in many ways
@@ -197,7 +197,8 @@ def list_foreign_code(staged: Path) -> list[str]:
 def package_code() -> dict[str, Path]:
     """The code files that are published with the weights, by name."""
     modules = {module for kind in list_kinds().values() for module in kind.modules.values()}
-    folders = {Path(importlib.util.find_spec(module).origin).parent for module in modules}
+    specs = filter(None, map(importlib.util.find_spec, modules))
+    folders = {Path(spec.origin).parent for spec in specs if spec.origin}
     return {path.name: path for folder in sorted(folders) for path in folder.glob("*.py")}
 
 
@@ -206,7 +207,7 @@ def package_licence() -> str:
     clone = Path(__file__).parents[2]
     if (clone / "pyproject.toml").exists():
         return (clone / "LICENSE").read_text()
-    return importlib.metadata.distribution("hf_decayed").read_text("licenses/LICENSE")
+    return importlib.metadata.distribution("hf_decayed").read_text("licenses/LICENSE") or ""
 
 
 def set_repo_id(card: Path, source: Path, repo_id: str) -> None:

@@ -18,7 +18,7 @@ def read_class_name(index: dict, file: str) -> str:
     names = value if isinstance(value, list) else [value]
     if len(names) not in (1, 2) or not all(isinstance(name, str) for name in names):
         raise UserError(f"`_class_name` in '{file}' must name a class, or a module and a class, got {value!r}.")
-    return names[-1]
+    return str(names[-1])
 
 
 def read_json(path: Path) -> dict:
@@ -56,7 +56,7 @@ def read_text(path: Path) -> str:
         raise UserError(f"'{path.name}' is not UTF-8 text: {error.reason} at byte {error.start}.") from error
 
 
-def read_field(content: dict, name: str, kind: type | tuple[type, ...], file: str, default: Any = REQUIRED) -> Any:
+def read_field(content: dict, name: str, kind: type, file: str, default: Any = REQUIRED) -> Any:
     """A field of the expected type; `float` takes whole numbers too, and `null` counts as not there."""
     value = content.get(name)
     if value is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Kind:
     metrics: Mapping[str, str] = field(default_factory=dict)
 
 
-class ModelFolder(NamedTuple):
+@dataclass(frozen=True)
+class ModelFolder:
     """What a folder says of its model: `config` is the network's, `index` a pipeline's (empty for a model)."""
 
     kind: Kind

@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -99,7 +100,7 @@ class ScriptParser(OneLineParser):
         """A recipe's value, checked as a flag's would be."""
         if isinstance(value, list):
             return [self.check_value(action, item) for item in value]
-        if action.type is None or value is None:
+        if not callable(action.type) or value is None:
             return value
         try:
             return action.type(str(value).lower() if isinstance(value, bool) else str(value))
@@ -120,8 +121,8 @@ class ScriptParser(OneLineParser):
     def run_options(self, options: argparse.Namespace) -> RunOptions:
         """What `Run` needs of the options; a flag that the script does not have keeps its default."""
         names = {field.name for field in fields(RunOptions)} & vars(options).keys()
-        flags = {"flags": vars(options), "signature": self.signature(options)}
-        return RunOptions(**flags, **{name: getattr(options, name) for name in names})
+        values: dict[str, Any] = {name: getattr(options, name) for name in names}
+        return RunOptions(flags=vars(options), signature=self.signature(options), **values)
 
 
 def list_recipes(recipes: Path) -> str:

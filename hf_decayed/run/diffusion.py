@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
@@ -42,7 +43,7 @@ class DiffusionData:
         latents_dir: str | Path | None = None,
     ) -> Dataset:
         """Training images; with a VAE their latents, cached under `latents_dir` if that is given."""
-        settings = {
+        settings: dict[str, Any] = {
             "horizontal_flip": horizontal_flip,
             "memory_limit": memory_limit,
             "on_bad_image": self.on_bad_image,

@@ -95,7 +95,8 @@ class RepresentationMonitor:
             rows = reconstructions(self.model, images, self.noise[: len(images)], mean, std)
         if self.accelerator.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_reconstructions(path, *rows, normalised=self.config.norm_pix_loss)
+            original, masked, reconstructed = rows
+            save_reconstructions(path, original, masked, reconstructed, normalised=self.config.norm_pix_loss)
 
 
 class ClassificationMonitor:
@@ -155,7 +156,8 @@ class SampleMonitor:
         self.num_images, self.num_eval_samples = num_images, num_eval_samples
         self.settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale}
         self.metric = f"frechet_pixels_{num_eval_samples}_guidance_{guidance_scale:g}"
-        self.reference, self.samples = None, None
+        self.reference: torch.Tensor | None = None
+        self.samples: torch.Tensor | None = None
         if num_eval_samples > 1:
             processor = CenterCropProcessor(*image_shape[1:])
             rows = take_subset(splits.train, num_eval_samples)
@@ -166,14 +168,13 @@ class SampleMonitor:
     def evaluate(self, pipeline) -> dict[str, float]:
         """The distance between samples and as many training images; nothing where a sample is not finite."""
         with evaluation_mode(pipeline_network(pipeline)):
-            self.samples = self.draw(pipeline)
-        if not torch.isfinite(self.samples).all():
+            samples = self.draw(pipeline)
+        self.samples = samples if torch.isfinite(samples).all() else None
+        if self.samples is None:
             self.accelerator.print("no picture: some samples are not finite")
-            self.samples = None
+        if self.samples is None or self.reference is None:
             return {}
-        if self.reference is None:
-            return {}
-        features = pixel_features(self.samples[: self.num_eval_samples])
+        features = pixel_features(samples[: self.num_eval_samples])
         return {self.metric: frechet_distance(self.reference, features)}
 
     def draw(self, pipeline) -> torch.Tensor:

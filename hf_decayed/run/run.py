@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
@@ -96,9 +97,11 @@ class Run:
         self.repository = create_repository(options.push_to_hub, self.accelerator)
         self.lock = lock_output_dir(options.output_dir) if self.is_main_process else None
 
-        self.step, self.total_steps, self.steps_per_epoch = 0, 0, None
+        self.step, self.total_steps = 0, 0
+        self.steps_per_epoch: int | None = None
+        self.evaluation_start: float | None = None
         self.skipped_steps, self.bad_images, self.earlier_bad_images, self.earlier_seconds = 0, 0, 0, 0.0
-        self.parts: dict[str, object] = {}  # what checkpoints hold, by name
+        self.parts: dict[str, Any] = {}  # what checkpoints hold, by name
         self.plain: dict[int, torch.nn.Module] = {}  # prepared model -> the model as the script made it
         self.losses: dict[str, torch.Tensor] = {}
         self.metrics: dict[str, object] = {}  # of the current step
@@ -518,8 +521,9 @@ def describe_model(model: torch.nn.Module) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     words = [f"{type(model).__name__}: {parameters / 1e6:.1f} M parameters"]
     config = getattr(model, "config", None)
-    if hasattr(config, "shortcut_decay"):
-        words.append(f"shortcut_decay {config.shortcut_decay}")
+    decay = getattr(config, "shortcut_decay", None)
+    if decay is not None:
+        words.append(f"shortcut_decay {decay}")
     effective_decay = getattr(model, "effective_decay", None) or getattr(config, "effective_decay", None)
     if effective_decay is not None:
         words.append(f"effective decay {effective_decay():.1e}")

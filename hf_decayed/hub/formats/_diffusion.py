@@ -1,6 +1,5 @@
 """What the readers of diffusion checkpoints share."""
 
-import inspect
 import math
 import re
 
@@ -11,11 +10,6 @@ from ._format import ConversionError
 
 BLOCK_NAMES = {r"\.mlp\.fc": ".fc", r"\.attn\.proj\.": ".attn.to_out.0."}
 SD_LATENT_SCALE = 0.18215  # of Stable Diffusion's VAE, whose latents all published latent models take
-
-
-def constructor_fields(network_class: type) -> set[str]:
-    """Config fields of a diffusers network: the arguments of its constructor."""
-    return set(inspect.signature(network_class.__init__).parameters) - {"self", "args", "kwargs"}
 
 
 def rename_weights(weights: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, torch.Tensor]:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
+from ...command_line import constructor_fields
 from ._diffusion import (
     add_null_class,
     check_present,
-    constructor_fields,
     count_blocks,
     latent_settings,
     patch_embedding_shape,
