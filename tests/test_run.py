@@ -520,3 +520,12 @@ def test_an_average_forgets_its_first_weights():
         theirs.step(model.parameters())
     ours = average.module.weight.item()
     assert ours > 0.99 and ours == pytest.approx(theirs.shadow_params[0].item(), abs=1e-3)
+
+
+def test_an_average_of_buffers_copies_counters():
+    model = torch.nn.BatchNorm1d(3)
+    average = AveragedModel(model, multi_avg_fn=ema_with_warmup(0.5), use_buffers=True)
+    for _ in range(3):
+        model(torch.randn(8, 3) + 4)
+        average.update_parameters(model)
+    assert average.module.num_batches_tracked == 3 and (average.module.running_mean > 0.2).all()

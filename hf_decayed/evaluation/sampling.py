@@ -203,13 +203,14 @@ def load_component(model: str, name: str, entry: list, revision: str | None):
     if entry[1] is None:
         return None
     component_class: Any = package_class(entry[1]) or getattr(diffusers, entry[1], None)
-    if not inspect.isclass(component_class) or not issubclass(component_class, (ModelMixin, SchedulerMixin)):
+    if not (inspect.isclass(component_class) and issubclass(component_class, (ModelMixin, SchedulerMixin))):
         raise UserError(
             f"`{name}` in 'model_index.json' names {entry[1]!r}, which is no network or scheduler of this package or of "
             "diffusers."
         )
+    load: Any = getattr(component_class, "from_pretrained", None)
     try:
-        return component_class.from_pretrained(model, subfolder=name, revision=revision)
+        return load(model, subfolder=name, revision=revision)
     except Exception as error:  # damaged JSON, wrong types, weights of other shapes: whatever the library raises
         raise UserError(f"'{name}' of '{model}' is no {entry[1]}: {format_error(error)}") from error
 

@@ -88,6 +88,9 @@ def ema_with_warmup(decay: float):
     @torch.no_grad()
     def update(averaged, current, number):
         number = int(number)
-        torch._foreach_lerp_(averaged, current, 1 - min(decay, (1 + number) / (10 + number)))
+        if averaged[0].is_floating_point():  # tensors come grouped by type
+            torch._foreach_lerp_(averaged, current, 1 - min(decay, (1 + number) / (10 + number)))
+        else:  # counters, such as that of batch norm
+            torch._foreach_copy_(averaged, current)
 
     return update
