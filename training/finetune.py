@@ -21,11 +21,17 @@ from hf_decayed.data.datasets import TrainingImages
 from hf_decayed.data.sources import load_image_splits
 from hf_decayed.data.transforms import Augmentation
 from hf_decayed.errors import explain_loading_errors
-from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.image_processing_decayed import default_image_processor
 from hf_decayed.provenance import model_fingerprint
 from hf_decayed.run import Run, script_main, warmup_cosine
-from hf_decayed.run.arguments import ScriptParser, add_image_arguments, add_run_arguments, add_training_arguments
+from hf_decayed.run.arguments import (
+    ScriptParser,
+    add_image_arguments,
+    add_run_arguments,
+    add_training_arguments,
+    augmentation_arguments,
+    decoding_arguments,
+)
 from hf_decayed.run.monitors import ClassificationMonitor
 from hf_decayed.run.optimization import layerwise_groups
 
@@ -84,25 +90,16 @@ def main():
         layer.dropout = DropPath(float(rate))
     pretrained = model_fingerprint(model.vit)
     processor = default_image_processor(config.image_size, config.num_channels)
-    augmentation = Augmentation(
-        as_pair(config.image_size),
-        config.num_channels,
-        0,  # no patches are masked
-        mean=list(processor.image_mean),
-        std=list(processor.image_std),
-        seed=options.seed,
-        crop_scale=tuple(options.crop_scale),
-        horizontal_flip=options.horizontal_flip,
-        rand_augment_magnitude=options.rand_augment,
+    augmentation = Augmentation.from_processor(
+        processor, config.num_channels, **augmentation_arguments(options), rand_augment_magnitude=options.rand_augment
     )
     images = TrainingImages(
         splits.train,
         splits.image_column,
         augmentation,
-        memory_limit=int(options.memory_limit_gb * 2**30),
-        on_bad_image=options.on_bad_image,
-        progress=run.progress,
         label_column=splits.label_column,
+        progress=run.progress,
+        **decoding_arguments(options),
     )
     run.print(f"{splits.name}: {len(images)} images, {len(class_names)} classes")
     run.plan(images, options.max_train_steps, options.num_train_epochs)

@@ -31,7 +31,7 @@ from hf_decayed.evaluation.features import extract_features, transformer_encoder
 from hf_decayed.evaluation.linear_probe import probe_classifier, probe_optimizer, train_probe
 from hf_decayed.provenance import model_fingerprint
 from hf_decayed.run import Run, script_main, warmup_cosine
-from hf_decayed.run.arguments import ScriptParser, add_run_arguments
+from hf_decayed.run.arguments import ScriptParser, add_run_arguments, decoding_arguments
 
 
 TRAINED = [name for name, protocol in PROTOCOLS.items() if protocol.optimizer != "ridge"]  # ridge has no steps
@@ -109,7 +109,14 @@ def main():
     classifier = probe_classifier(test_features.shape[1], num_classes, protocol, options.seed).to(run.device)
 
     if protocol.augment:
-        images = augmented_images(options, run, splits, processor, num_channels)
+        images = TrainingImages(
+            splits.train,
+            splits.image_column,
+            Augmentation.from_processor(processor, num_channels, seed=options.seed),
+            label_column=splits.label_column,
+            progress=run.progress,
+            **decoding_arguments(options),
+        )
         classifier = train(options, run, protocol, classifier, encode, feature, fingerprint, images)
     else:
         run.resume(model=fingerprint, feature=feature, protocol=asdict(protocol))
@@ -139,28 +146,6 @@ def main():
         f"{feature}, {options.protocol}, {results['seconds']:.0f} s"
     )
     run.finish(results, "classifier.safetensors", card=False)
-
-
-def augmented_images(options, run, splits, processor, num_channels: int) -> TrainingImages:
-    size = processor.to_dict().get("crop_size") or processor.size
-    height = size.get("height") or size.get("shortest_edge")
-    augmentation = Augmentation(
-        (height, size.get("width") or height),
-        num_channels,
-        0,  # no patches are masked
-        mean=list(processor.image_mean),
-        std=list(processor.image_std),
-        seed=options.seed,
-    )
-    return TrainingImages(
-        splits.train,
-        splits.image_column,
-        augmentation,
-        memory_limit=int(options.memory_limit_gb * 2**30),
-        on_bad_image=options.on_bad_image,
-        progress=run.progress,
-        label_column=splits.label_column,
-    )
 
 
 def train(options, run, protocol, classifier, encode, feature: str, fingerprint: str, images) -> torch.nn.Module:

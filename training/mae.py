@@ -28,7 +28,6 @@ from hf_decayed.data.datasets import StreamedImages, TrainingImages
 from hf_decayed.data.sources import load_image_splits
 from hf_decayed.data.transforms import Augmentation
 from hf_decayed.errors import UserError, explain_loading_errors
-from hf_decayed.models.configuration_decayed_vit_mae import as_pair
 from hf_decayed.models.image_processing_decayed import default_image_processor
 from hf_decayed.run import Run, adamw, script_main, warmup_cosine
 from hf_decayed.run.arguments import (
@@ -37,6 +36,8 @@ from hf_decayed.run.arguments import (
     add_image_arguments,
     add_run_arguments,
     add_training_arguments,
+    augmentation_arguments,
+    decoding_arguments,
     merge_fields,
 )
 from hf_decayed.run.monitors import RepresentationMonitor
@@ -112,15 +113,8 @@ def main():
             f"'{config.residual_form}' and '{config.shortcut_schedule}'."
         )
     processor = default_image_processor(config.image_size, config.num_channels)
-    augmentation = Augmentation(
-        as_pair(config.image_size),
-        config.num_channels,
-        math.prod(config.grid_size),
-        mean=list(processor.image_mean),
-        std=list(processor.image_std),
-        seed=options.seed,
-        crop_scale=tuple(options.crop_scale),
-        horizontal_flip=options.horizontal_flip,
+    augmentation = Augmentation.from_processor(
+        processor, config.num_channels, math.prod(config.grid_size), **augmentation_arguments(options)
     )
     images, source = load_training_images(options, run, splits, augmentation)
     run.print(f"{splits.name}: {source}")
@@ -215,12 +209,7 @@ def load_training_images(options, run, splits, augmentation):
         images = StreamedImages(splits.train, splits.image_column, augmentation, on_bad_image=options.on_bad_image)
         return images, f"streamed from {images.num_shards} file(s)"
     images = TrainingImages(
-        splits.train,
-        splits.image_column,
-        augmentation,
-        memory_limit=int(options.memory_limit_gb * 2**30),
-        on_bad_image=options.on_bad_image,
-        progress=run.progress,
+        splits.train, splits.image_column, augmentation, progress=run.progress, **decoding_arguments(options)
     )
     if images.bad_images:
         run.print(f"skipped {images.bad_images} images that cannot be decoded")

@@ -26,6 +26,8 @@ from hf_decayed.run.arguments import (
     add_image_arguments,
     add_run_arguments,
     add_training_arguments,
+    augmentation_arguments,
+    decoding_arguments,
     merge_fields,
 )
 from hf_decayed.run.monitors import ClassificationMonitor
@@ -77,24 +79,14 @@ def main():
     config.label2id = {name: number for number, name in config.id2label.items()}
     model = DecayedResNetForImageClassification(config)
     processor = default_image_processor(options.image_size, config.num_channels)
-    augmentation = Augmentation(
-        (options.image_size, options.image_size),
-        config.num_channels,
-        0,  # no patches are masked
-        mean=list(processor.image_mean),
-        std=list(processor.image_std),
-        seed=options.seed,
-        crop_scale=tuple(options.crop_scale),
-        horizontal_flip=options.horizontal_flip,
-    )
+    augmentation = Augmentation.from_processor(processor, config.num_channels, **augmentation_arguments(options))
     images = TrainingImages(
         splits.train,
         splits.image_column,
         augmentation,
-        memory_limit=int(options.memory_limit_gb * 2**30),
-        on_bad_image=options.on_bad_image,
-        progress=run.progress,
         label_column=splits.label_column,
+        progress=run.progress,
+        **decoding_arguments(options),
     )
     run.print(f"{splits.name}: {len(images)} images, {len(class_names)} classes")
     run.plan(images, options.max_train_steps, options.num_train_epochs)

@@ -122,6 +122,14 @@ class Augmentation:
         self.seed, self.crop_scale, self.horizontal_flip = seed, crop_scale, horizontal_flip
         self.rand_augment_magnitude = rand_augment_magnitude  # 0: none
 
+    @classmethod
+    def from_processor(cls, processor, num_channels: int, num_patches: int = 0, **settings) -> "Augmentation":
+        """Crops of the size, mean and deviation of an image processor; `num_patches` is the number that may be masked."""
+        size = processor.to_dict().get("crop_size") or processor.size
+        height = size.get("height") or size.get("shortest_edge")
+        mean, std = list(processor.image_mean), list(processor.image_std)
+        return cls((height, size.get("width") or height), num_channels, num_patches, mean, std, **settings)
+
     def draw(self, keys: list[tuple[int, int]]) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
         """Draws for crops, flips, and mask noise, one row per `(epoch, index)`."""
         count = DRAWS_BEFORE_NOISE + self.num_patches

@@ -158,6 +158,20 @@ def add_image_arguments(group, crop_scale: tuple[float, float] | None = None) ->
         )
 
 
+def augmentation_arguments(options: argparse.Namespace) -> dict:
+    """Keyword arguments for `Augmentation`, of scripts that have these flags."""
+    return {
+        "seed": options.seed,
+        "crop_scale": tuple(options.crop_scale),
+        "horizontal_flip": options.horizontal_flip,
+    }
+
+
+def decoding_arguments(options: argparse.Namespace) -> dict:
+    """Keyword arguments for `TrainingImages`."""
+    return {"memory_limit": int(options.memory_limit_gb * 2**30), "on_bad_image": options.on_bad_image}
+
+
 def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, ema_decay: float | None = None):
     """Flags of the optimization that every script has; returns the group, for the script's own."""
     training = parser.add_argument_group("training")
