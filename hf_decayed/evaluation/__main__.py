@@ -19,7 +19,7 @@ from .arguments import parse_arguments
 from .blocks import evaluate_blocks
 from .encoders import FEATURE_METRICS, FeatureMetrics, evaluate_encoder
 from .features import Extraction, hash_json, pipeline_network
-from .generation import SampledImages, SampleMetrics, evaluate_samples
+from .generation import SampledImages, SampleMetrics, evaluate_samples, require_inception
 from .sampling import load_pipeline, sample
 from .tables import protocol_text, results_tables
 
@@ -98,6 +98,8 @@ def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
             accelerator,
             options.pixels,
         )
+    if options.feature_net == "inception":
+        require_inception()  # before the samples are drawn, which takes long
     settings = {
         "num": options.num_samples,
         "classes": options.classes,

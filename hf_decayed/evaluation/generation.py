@@ -162,11 +162,7 @@ def image_features(network: str = "pixels", device="cpu", revision: str | None =
     if network == "pixels":
         return lambda images, indices: {"features": pixel_features(images)}, "pixels averaged to 8 x 8"
     if network == "inception":
-        try:
-            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-        except ImportError as error:
-            raise UserError("Inception's features need torch-fidelity: pip install 'hf_decayed[fid]'.") from error
-        inception = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"]).to(device)
+        inception = require_inception()("inception-v3-compat", ["2048", "logits_unbiased"]).to(device)
         return inception_encoder(inception), "inception-v3-compat of torch-fidelity"
     with explain_loading_errors(network):
         model = AutoModel.from_pretrained(network, revision=revision, dtype=torch.float32).to(device)
@@ -185,6 +181,15 @@ def image_features(network: str = "pixels", device="cpu", revision: str | None =
     preparation = hashlib.sha256(processor.to_json_string().encode()).hexdigest()[:8]
     identity = f"{type(model).__name__} {model_fingerprint(model)}, last.{pooling}, processor {preparation}"
     return encode_images, identity
+
+
+def require_inception() -> type:
+    """torch-fidelity's Inception network; only the extra `fid` has it."""
+    try:
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+    except ImportError as error:
+        raise UserError("Inception's features need torch-fidelity: pip install 'hf_decayed[fid]'.") from error
+    return FeatureExtractorInceptionV3
 
 
 def inception_encoder(inception: torch.nn.Module) -> Encoder:

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,10 @@ class Run:
         self.start_time = time.time()
         self.signal = StopSignal()
         require_matplotlib()
+        if (
+            options.report_to != "none" and find_spec(options.report_to) is None
+        ):  # accelerate would leave it out silently
+            raise UserError(f"--report_to {options.report_to} needs that package: pip install {options.report_to}.")
         self.accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision=options.mixed_precision,
