@@ -16,7 +16,7 @@ style:
 	$(PYTHON) tests/check_structure.py
 
 test:
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n auto
 
 # Real compilation, killed and resumed runs, browsers.
 slow:
@@ -26,7 +26,7 @@ slow:
 lowest:
 	test -x $(LOWEST)/bin/python || $(PYTHON3_10) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --constraint tests/lowest_versions.txt --editable ".[test]"
-	$(LOWEST)/bin/python -m pytest
+	$(LOWEST)/bin/python -m pytest -n auto
 
 # Rewrites what stands below `# Copied from` headers.
 fix-copies:

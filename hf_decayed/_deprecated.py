@@ -36,7 +36,6 @@ MOVED = {
         "data.datasets": "ImagesInOrder=EvaluationDataset",
         "provenance": "fingerprint=model_fingerprint",
     },
-    "evaluation.skip_use": {"evaluation.skip_ablation": "skip_use=skip_ablation"},
     "latents": {
         "data.latents": "EncodedLatents KeptLatents=CachedLatents Latents keep_latents=cache_latents latent_images "
         "latent_scaling load_vae sample_shape sample_size_of=latent_size shrinks_by=vae_scale_factor",

@@ -18,6 +18,8 @@ sys.path.append(str(ROOT / "model_cards" / "space"))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads than cores are many times slower
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -28,7 +28,6 @@ from hf_decayed._deprecated import MOVED
         ("sampling.sample", "evaluation.sampling.sample"),
         ("latents.load_vae", "data.latents.load_vae"),
         ("augmentation.mixup_cutmix", "data.augmentation.mixup_cutmix"),
-        ("evaluation.skip_use.skip_use", "evaluation.skip_ablation.skip_ablation"),
         ("evaluation.features.fingerprint", "provenance.model_fingerprint"),
         ("cli.field_and_value", "command_line.parse_field"),
     ],
