@@ -575,8 +575,12 @@ def check_signature(name: str, saved: dict, signature: dict) -> None:
 def write_json(path: Path, content: dict) -> None:
     """Complete or not at all."""
     temporary = path.with_name(f".writing-{path.name}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def script_main(main: Callable[[], None]) -> None:
