@@ -1,12 +1,15 @@
 """The Space: what it computes, and its page in a browser."""
 
+import math
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import time
 import urllib.request
+import zlib
 from pathlib import Path
 
 import compare
@@ -16,7 +19,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY_SIZES, random_weights
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFile
 
 from hf_decayed import (
     DecayedSiTPipeline,
@@ -104,15 +107,15 @@ def test_plain_and_decayed_look_at_the_same_picture(space):
     plain, decayed = space.compare("clothes", image, mask_ratio=0.75, layer=12, seed=0)
     assert (plain["decay"], decayed["decay"]) == (1.0, 0.6)
     assert plain["seen"].tobytes() == decayed["seen"].tobytes()
-    for found in (plain, decayed):
-        assert {found[name].size for name in ("image", "seen", "reconstructed")} == {(224, 224)}
-        assert found["components"].size == (224, 224) and found["components"].mode == "RGB"
-        assert 0 < found["share"] <= 1 + 1e-6
-        assert len(found["neighbours"]) == 8
+    for result in (plain, decayed):
+        assert {result[name].size for name in ("image", "seen", "reconstructed")} == {(224, 224)}
+        assert result["components"].size == (224, 224) and result["components"].mode == "RGB"
+        assert 0 < result["share"] <= 1 + 1e-6
+        assert len(result["neighbours"]) == 8
         # An image of the gallery is its own nearest neighbour.
-        assert found["neighbours"][0][0].tobytes() == space.as_picture(np.asarray(image) / 255).tobytes()
+        assert result["neighbours"][0][0].tobytes() == space.as_picture(np.asarray(image) / 255).tobytes()
         # What is visible stays; what is hidden is grey for the encoder and something else for us.
-        seen, completed, whole = (np.asarray(found[name]) for name in ("seen", "reconstructed", "image"))
+        seen, completed, whole = (np.asarray(result[name]) for name in ("seen", "reconstructed", "image"))
         hidden = seen == 128
         assert 0.7 < hidden.mean() < 0.8
         assert np.abs(completed.astype(int) - whole)[~hidden].max() <= 1
@@ -133,16 +136,16 @@ def test_photographs_go_without_neighbours_while_there_is_no_network(space, monk
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    found = space.compare("photographs", shirt(), 0.75, 4, 0)
-    assert [each["neighbours"] for each in found] == [[], []]
-    assert found[1]["reconstructed"].mode == "RGB"
+    results = space.compare("photographs", shirt(), 0.75, 4, 0)
+    assert [result["neighbours"] for result in results] == [[], []]
+    assert results[1]["reconstructed"].mode == "RGB"
     # Nothing of that is kept: the next one who asks may have more luck.
     features = datasets.Features({"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["apple", "boy"])})
     images = [Image.fromarray(np.random.randint(0, 255, (32, 32, 3), dtype=np.uint8)) for _ in range(20)]
     reachable = datasets.Dataset.from_dict({"img": images, "fine_label": [0, 1] * 10}, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: reachable)
-    found = space.compare("photographs", images[3], 0.75, 4, 0)
-    assert [each["neighbours"][0][1] for each in found] == ["boy", "boy"]
+    results = space.compare("photographs", images[3], 0.75, 4, 0)
+    assert [result["neighbours"][0][1] for result in results] == ["boy", "boy"]
 
 
 def test_features_after_the_last_layer_are_those_that_are_evaluated(space):
@@ -164,11 +167,157 @@ def test_the_space_pins_the_versions_that_were_tried():
 @pytest.mark.parametrize("which", compare.GENERATORS)
 def test_samples_are_of_a_class_and_repeat(which, space):
     assert space.class_names(which) == ["Coat", "Bag"]
-    told = []
-    images = space.draw(which, "Bag", 3, 4, 2.0, 0, lambda done, steps: told.append((done, steps)))
-    assert len(images) == 3 and images[0].size == (224, 224) and told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    again = space.draw(which, "Bag", 3, 4, 2.0, 0)
+    progress = []
+    images = space.draw(which, "Bag", 3, 5, 2.0, 0, lambda step, steps: progress.append((step, steps)))
+    assert len(images) == 3 and images[0].size == (224, 224) and progress == [(step, 5) for step in range(1, 6)]
+    again = space.draw(which, "Bag", 3, 5, 2.0, 0)
     assert [image.tobytes() for image in images] == [image.tobytes() for image in again]
+
+
+# What visitors may ask for.
+
+
+def write_png(path, width, height):
+    """A PNG with a valid header, whose pixels are not there: whoever decodes it fails."""
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"")),
+        (b"IEND", b""),
+    ]
+    content = b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "size, sentence",
+    [
+        ((13000, 13000), "has 13000 x 13000 pixels: at most 25,000,000 are allowed"),
+        ((5001, 5000), "has 5001 x 5000 pixels: at most 25,000,000 are allowed"),
+        ((2**31 - 1, 2**31 - 1), "too many pixels"),  # Pillow refuses these itself
+        ((21, 1), "has 21 x 1 pixels: a side may be 20 times the other at most"),
+        ((1, 20_000_000), "a side may be 20 times the other at most"),
+    ],
+)
+def test_a_picture_is_refused_by_its_header(size, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("the picture was decoded"))
+    with pytest.raises(compare.VisitorError, match=sentence):
+        compare.read_picture(write_png(tmp_path / "picture.png", *size))
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"<svg/>"])
+def test_what_is_no_picture_is_refused(content, tmp_path):
+    (tmp_path / "picture.png").write_bytes(content)
+    with pytest.raises(compare.VisitorError, match="not a picture that can be read: use one of BMP, GIF, JPEG, PNG"):
+        compare.read_picture(tmp_path / "picture.png")
+
+
+def test_a_damaged_picture_is_refused_and_a_whole_one_is_read(tmp_path):
+    with pytest.raises(compare.VisitorError, match="damaged"):
+        compare.read_picture(write_png(tmp_path / "cut.png", 100, 100))
+    for suffix in ("png", "jpg", "webp", "gif", "bmp", "tif"):
+        shirt().save(tmp_path / f"whole.{suffix}")
+        assert compare.read_picture(tmp_path / f"whole.{suffix}").size == (300, 400)
+
+
+@pytest.mark.parametrize("size", [(20, 1), (1, 20), (1, 1), (40, 2)])
+@pytest.mark.parametrize("kind", compare.KINDS)
+def test_the_longest_pictures_that_are_allowed_can_be_prepared(kind, size):
+    image = Image.new("RGB", size)
+    compare.check_size(image)
+    assert max(compare.prepare(kind, image).size) in (28, 32)
+
+
+COMPARISON = {"kind": "clothes", "mask_ratio": 0.75, "layer": 1, "seed": 0}
+DRAWING = {"which": "SiT, clothes", "name": "Bag", "count": 1, "steps": 5, "guidance": 2.0, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    "function, setting, value",
+    [
+        ("compare", "kind", "../clothes"),
+        ("compare", "kind", ["clothes"]),
+        *(("compare", "mask_ratio", value) for value in (0.2, 1.0, -1, math.nan, math.inf, "0.5", None, True, [0.5])),
+        *(("compare", "layer", value) for value in (-1, 13, 1.5, math.nan, "1", None)),
+        *(("compare", "seed", value) for value in (-1, 2**32, 0.5, 1e300, "x", {})),
+        ("draw", "which", "somebody/else"),
+        ("draw", "name", "Trousers"),
+        ("draw", "name", 3),
+        *(("draw", "count", value) for value in (0, -1, 17, 10**12, 1.5, math.nan, "3", None)),
+        *(("draw", "steps", value) for value in (0, 4, 101, 10**9, 5.5, math.inf, "x" * 10**6)),
+        *(("draw", "guidance", value) for value in (0, 5.1, 1e30, math.nan, None, "2")),
+        *(("draw", "seed", value) for value in (-1, 2**32, 2**64, math.nan)),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_settings_are_checked_again(function, setting, value, space):
+    """Whatever the sliders allow: a request need not come from the page."""
+    settings = {**(COMPARISON if function == "compare" else DRAWING), setting: value}
+    settings |= {"image": shirt()} if function == "compare" else {}
+    shown_name = {"which": "generator", "name": "class"}.get(setting, setting)
+    with pytest.raises(compare.VisitorError, match=f"`{shown_name}` must be ") as raised:
+        getattr(space, function)(**settings)
+    assert len(str(raised.value)) < 200 and "\n" not in str(raised.value)
+
+
+def test_a_picture_too_large_is_refused_when_it_comes_decoded(space):
+    with pytest.raises(compare.VisitorError, match="25,000,000 are allowed"):
+        space.compare(**COMPARISON, image=Image.new("1", (5001, 5000)))
+
+
+def test_ends_of_the_ranges_are_allowed():
+    for name, ends in compare.RANGES.items():
+        assert [compare.check_settings(**{name: end})[name] for end in ends] == list(ends)
+
+
+@pytest.mark.parametrize("which", compare.GENERATORS)
+def test_drawing_ends_when_its_time_is_over(which, space, monkeypatch):
+    steps = []
+    monkeypatch.setattr(compare, "TIME_LIMIT", 0)
+    with pytest.raises(compare.VisitorError, match="took longer than 0 seconds: ask for fewer"):
+        space.draw(**{**DRAWING, "which": which, "steps": 100}, on_step=lambda step, _: steps.append(step))
+    assert steps == []
+    with pytest.raises(compare.VisitorError, match="took longer than 0 seconds"):
+        space.compare(**COMPARISON, image=shirt())
+
+
+@pytest.fixture
+def app(models, monkeypatch):
+    """The page, with gradio; skipped where it is not installed."""
+    gradio = pytest.importorskip("gradio")
+    monkeypatch.setenv("MODELS", str(models))
+    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "0")
+    import app
+
+    app.Error = gradio.Error
+    return app
+
+
+def test_the_page_has_limits(app):
+    assert app.QUEUE == {"max_size": 20, "default_concurrency_limit": 1, "api_open": False}
+    assert {"max_file_size", "max_threads"} <= app.LAUNCH.keys()
+    app.page.queue(**app.QUEUE)
+    events = [event for event in app.page.fns.values() if event.fn.__module__ == "app"]
+    assert len(events) == 4
+    for event in events:  # all events that compute share one place
+        assert (event.concurrency_limit, event.concurrency_id) == (1, "models")
+
+
+def test_the_page_reads_uploads_by_our_rules(app, tmp_path):
+    from gradio.data_classes import ImageData
+
+    assert app.image.preprocess is app.open_upload and app.open_upload(None) is None
+    shirt().save(tmp_path / "shirt.png")
+    assert app.open_upload(ImageData(path=str(tmp_path / "shirt.png"))).size == (300, 400)
+    with pytest.raises(app.Error, match="at most 25,000,000 are allowed"):
+        app.open_upload(ImageData(path=str(write_png(tmp_path / "large.png", 13000, 13000))))
+    with pytest.raises(app.Error, match="Upload the picture as a file"):
+        app.open_upload(ImageData(url="data:image/png;base64,AAAA"))
+    with pytest.raises(app.Error, match="`steps` must be a whole number from 5 to 100"):
+        app.draw_class("SiT, clothes", "Bag", 1, 10**6, 2.0, 0)
 
 
 @pytest.mark.slow

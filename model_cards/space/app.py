@@ -3,8 +3,20 @@
 python app.py
 """
 
+from functools import wraps
+
 import gradio as gr
-from compare import GENERATORS, KINDS, class_names, compare, draw, gallery
+from compare import (
+    GENERATORS,
+    KINDS,
+    RANGES,
+    VisitorError,
+    class_names,
+    compare,
+    draw,
+    gallery,
+    read_picture,
+)
 
 
 INTRODUCTION = """
@@ -17,33 +29,68 @@ the image through skips from the encoder, branches that start at zero). Half an 
 how features differ, and expect no miracles.
 """
 NO_NEIGHBOURS = "There are no neighbours to show: CIFAR-100, whose images they are, could not be loaded here."
+# One call computes at a time and 20 wait; without `api_open=False`, requests to the API could pass the queue by.
+QUEUE = {"max_size": 20, "default_concurrency_limit": 1, "api_open": False}
+LAUNCH = {"max_file_size": "20mb", "max_threads": 8, "show_error": True}
+ONE_AT_A_TIME = {"concurrency_limit": 1, "concurrency_id": "models"}  # the events share one limit
 
 
+def explain(function):
+    """Shows the sentence of a `VisitorError` on the page, without a traceback in the log."""
+
+    @wraps(function)
+    def call(*arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except VisitorError as error:
+            raise gr.Error(str(error), print_exception=False) from error
+
+    return call
+
+
+@explain
+def open_upload(payload):
+    """The uploaded picture. Gradio's own reading would decode it before anything could look at its size."""
+    if payload is None:
+        return None
+    if not payload.path or (payload.url or "").startswith("data:"):
+        raise VisitorError("Upload the picture as a file.")
+    return read_picture(payload.path)
+
+
+@explain
 def show_if_there(kind, image, *settings):
     """When something else than the button asks: nothing happens before there is a picture."""
     return show(kind, image, *settings) if image is not None else [gr.skip()] * 6
 
 
+@explain
 def show(kind, image, mask_ratio, layer, seed):
     if image is None:
         gr.Warning("Upload a picture, or click on one of those below, first.")
         return [gr.skip()] * 6
     shown = []
-    for found in compare(kind, image, mask_ratio, int(layer), int(seed or 0)):
-        text = f"`shortcut_decay` {found['decay']:g}. Colours: three components, {100 * found['share']:.0f} % of the variance."
-        if not found["neighbours"]:
+    for result in compare(kind, image, mask_ratio, layer, seed or 0):
+        share = f"{100 * result['share']:.0f} %"
+        text = f"`shortcut_decay` {result['decay']:g}. Colours: three components, {share} of the variance."
+        if not result["neighbours"]:
             text += f" {NO_NEIGHBOURS}"
         captions = {"image": "your picture", "seen": "seen", "reconstructed": "completed", "components": "features"}
-        shown += [text, [(found[name], caption) for name, caption in captions.items()], found["neighbours"]]
+        shown += [text, [(result[name], caption) for name, caption in captions.items()], result["neighbours"]]
     return shown
 
 
+@explain
 def draw_class(which, name, count, steps, guidance, seed, progress=gr.Progress()):  # noqa: B008, how gradio finds it
-    if name not in class_names(which):  # the list has not followed yet
-        name = class_names(which)[0]
-    return draw(
-        which, name, int(count), int(steps), guidance, int(seed or 0), lambda done, steps: progress((done, steps))
-    )
+    names = class_names(which)
+    if name not in names:  # the list has not followed yet
+        name = names[0]
+    return draw(which, name, count, steps, guidance, seed or 0, lambda step, steps: progress((step, steps)))
+
+
+def seed_field(label):
+    lowest, highest = RANGES["seed"]
+    return gr.Number(0, precision=0, minimum=lowest, maximum=highest, label=label)
 
 
 def pictures(label, columns, height):
@@ -51,6 +98,7 @@ def pictures(label, columns, height):
     return gr.Gallery(label=label, show_label=False, columns=columns, height=height, object_fit="contain")
 
 
+@explain
 def offer_classes(which, name):
     names = class_names(which)
     return gr.Dropdown(choices=names, value=name if name in names else names[0])
@@ -63,9 +111,10 @@ with gr.Blocks(title="Decayed identity shortcuts", delete_cache=(3600, 3600)) as
             with gr.Column(scale=1, min_width=260):
                 kind = gr.Radio(list(KINDS), value="clothes", label="Trained on")
                 image = gr.Image(type="pil", image_mode=None, label="Picture", height=240)  # transparency is kept
-                mask_ratio = gr.Slider(0.25, 0.9, value=0.75, step=0.05, label="Share that is hidden")
-                layer = gr.Slider(0, 12, value=12, step=1, label="Features after layer")
-                seed = gr.Number(0, precision=0, minimum=0, maximum=2**32 - 1, label="Seed of the mask")
+                image.preprocess = open_upload
+                mask_ratio = gr.Slider(*RANGES["mask_ratio"], value=0.75, step=0.05, label="Share that is hidden")
+                layer = gr.Slider(*RANGES["layer"], value=12, step=1, label="Features after layer")
+                seed = seed_field("Seed of the mask")
                 button = gr.Button("Compare", variant="primary")
             outputs = []
             for title in ("Plain", "Decayed"):
@@ -77,7 +126,7 @@ with gr.Blocks(title="Decayed identity shortcuts", delete_cache=(3600, 3600)) as
                         pictures("Nearest neighbours", columns=4, height=280),
                     ]
         gr.Examples(
-            [each.resize((112, 112)) for each in gallery("clothes")[0][:12]],
+            [picture.resize((112, 112)) for picture in gallery("clothes")[0][:12]],
             image,
             label="Clothes to try",
             examples_per_page=12,
@@ -88,25 +137,26 @@ with gr.Blocks(title="Decayed identity shortcuts", delete_cache=(3600, 3600)) as
             "cosine of mean features, among 1,000 test images of Fashion-MNIST (2,000 of CIFAR-100)."
         )
         settings = [kind, image, mask_ratio, layer, seed]
-        button.click(show, settings, outputs, api_name="compare")
+        button.click(show, settings, outputs, api_name="compare", **ONE_AT_A_TIME)
         changes = [kind.change, image.change, mask_ratio.release, layer.release]
-        gr.on(changes, show_if_there, settings, outputs, api_visibility="private")
+        gr.on(changes, show_if_there, settings, outputs, api_visibility="private", **ONE_AT_A_TIME)
     with gr.Tab("Samples"):
         with gr.Row():
             with gr.Column(scale=1, min_width=260):
                 which = gr.Radio(list(GENERATORS), value=next(iter(GENERATORS)), label="Generator")
                 names = class_names(which.value)
                 name = gr.Dropdown(names, value=names[0], label="Class")
-                count = gr.Slider(1, 16, value=8, step=1, label="How many")
-                steps = gr.Slider(5, 100, value=25, step=5, label="Steps")
-                guidance = gr.Slider(1, 5, value=2, step=0.5, label="Guidance (1 is none)")
-                drawn_seed = gr.Number(0, precision=0, minimum=0, maximum=2**32 - 1, label="Seed")
+                count = gr.Slider(*RANGES["count"], value=8, step=1, label="How many")
+                steps = gr.Slider(*RANGES["steps"], value=25, step=5, label="Steps")
+                guidance = gr.Slider(*RANGES["guidance"], value=2, step=0.5, label="Guidance (1 is none)")
+                drawn_seed = seed_field("Seed")
                 draw_button = gr.Button("Draw", variant="primary")
             with gr.Column(scale=3):
                 samples = pictures("Samples", columns=4, height=640)
-        which.change(offer_classes, [which, name], name, api_name="classes")
-        draw_button.click(draw_class, [which, name, count, steps, guidance, drawn_seed], samples, api_name="draw")
+        which.change(offer_classes, [which, name], name, api_name="classes", **ONE_AT_A_TIME)
+        settings = [which, name, count, steps, guidance, drawn_seed]
+        draw_button.click(draw_class, settings, samples, api_name="draw", **ONE_AT_A_TIME)
 
 
 if __name__ == "__main__":
-    page.queue(max_size=20).launch(max_file_size="20mb", show_error=True)
+    page.queue(**QUEUE).launch(**LAUNCH)

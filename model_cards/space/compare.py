@@ -6,15 +6,17 @@ folder or owner the variable `MODELS` names. They run with the code that lies in
 
 import json
 import logging
+import math
 import os
 import threading
+import time
 from functools import cache, wraps
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModelForPreTraining
 
@@ -27,24 +29,98 @@ GENERATORS = {"SiT, clothes": "decayed-sit-fashion-mnist", "U-ViT, clothes": "de
 LOADING = threading.RLock()
 SHOWN_SIZE = 224  # pixels; the models' images are so small that they are looked at enlarged
 
+# What one visitor may ask for. The page shows these ranges, and the functions check them again: a request need not come
+# from the page.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others are not even opened: Pillow hands EPS to Ghostscript
+MAX_PIXELS = 25_000_000
+MAX_ASPECT = 20
+TIME_LIMIT = 120  # seconds of computing for one call, after the models are loaded
+RANGES = {  # lowest, highest
+    "mask_ratio": (0.25, 0.9),
+    "layer": (0, 12),
+    "count": (1, 16),
+    "steps": (5, 100),
+    "guidance": (1, 5),
+    "seed": (0, 2**32 - 1),
+}
+WHOLE_NUMBERS = ("layer", "count", "steps", "seed")
+
+
+class VisitorError(ValueError):
+    """What a visitor has to change, in one sentence."""
+
+
+def check_settings(**settings) -> dict:
+    """The settings as numbers, if all are in their `RANGES`."""
+    checked = {}
+    for name, value in settings.items():
+        lowest, highest = RANGES[name]
+        kind = "a whole number" if name in WHOLE_NUMBERS else "a number"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not lowest <= value <= highest or (name in WHOLE_NUMBERS and value != int(value)):
+            # The value may be as long as a request: only its beginning is repeated.
+            raise VisitorError(f"`{name}` must be {kind} from {lowest} to {highest}, got {str(value)[:40]!r}.")
+        checked[name] = int(value) if name in WHOLE_NUMBERS else float(value)
+    return checked
+
+
+def check_choice(name: str, value, choices) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise VisitorError(f"`{name}` must be one of {', '.join(choices)}, got {str(value)[:40]!r}.")
+
+
+def check_time(deadline: float) -> None:
+    """Ends a call that takes too long; called between steps, because a thread cannot be stopped from outside."""
+    if time.monotonic() > deadline:
+        raise VisitorError(f"This took longer than {TIME_LIMIT} seconds: ask for fewer images or steps, or try later.")
+
+
+def read_picture(path: str | Path) -> Image.Image:
+    """The picture in a file. Its size is read from the header, and a picture too large is refused before it is decoded."""
+    try:
+        image = Image.open(path, formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise VisitorError(f"The picture has too many pixels: at most {MAX_PIXELS:,} are allowed.") from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        raise VisitorError(f"This file is not a picture that can be read: use one of {', '.join(FORMATS)}.") from error
+    check_size(image)
+    try:
+        image.load()
+    except Exception as error:  # Pillow raises many types for broken files
+        raise VisitorError("The picture is damaged: it cannot be decoded.") from error
+    return image
+
+
+def check_size(image: Image.Image) -> None:
+    """Refuses a picture by the size in its header."""
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise VisitorError(
+            f"The picture has {width} x {height} pixels: at most {MAX_PIXELS:,} are allowed. Upload a smaller copy."
+        )
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise VisitorError(
+            f"The picture has {width} x {height} pixels: a side may be {MAX_ASPECT} times the other at most."
+        )
+
 
 def source_of(name: str) -> str:
     """Where a model is loaded from: a folder, or a repository of an owner."""
-    place = os.environ.get("MODELS") or os.environ.get("SPACE_AUTHOR_NAME") or str(HERE.parent)
-    return str(Path(place) / name) if Path(place).is_dir() else f"{place}/{name}"
+    source = os.environ.get("MODELS") or os.environ.get("SPACE_AUTHOR_NAME") or str(HERE.parent)
+    return str(Path(source) / name) if Path(source).is_dir() else f"{source}/{name}"
 
 
 def loaded_once(function):
-    """Kept when it succeeds, and by one thread at a time: while diffusers builds a network, whatever else is loaded would
-    be left without weights."""
-    kept = cache(function)
+    """Caches results; calls run one thread at a time, because whatever is loaded while diffusers builds a network would be
+    left without weights."""
+    cached = cache(function)
 
     @wraps(function)
     def call(*arguments):
         with LOADING:
-            return kept(*arguments)
+            return cached(*arguments)
 
-    call.cache_clear = kept.cache_clear
+    call.cache_clear = cached.cache_clear
     return call
 
 
@@ -82,7 +158,7 @@ class Autoencoder:
             torch.tensor(values).view(1, -1, 1, 1) for values in (self.processor.image_mean, self.processor.image_std)
         )
         seen = torch.where(removed, 0.5, pixels * std + mean)
-        return [as_picture(each[0].permute(1, 2, 0).numpy()) for each in (seen, reconstructed * std + mean)]
+        return [as_picture(pixels[0].permute(1, 2, 0).numpy()) for pixels in (seen, reconstructed * std + mean)]
 
     def grid_of(self, pixels: torch.Tensor) -> tuple[int, int]:
         return self.model.vit.embeddings.patch_grid(pixels, interpolate_pos_encoding=False)
@@ -128,7 +204,7 @@ def load_gallery(kind: str) -> tuple[list[Image.Image], list[str]]:
     if kind == "clothes":  # 1,000 test images of Fashion-MNIST, in rows of 40
         sheet = Image.open(HERE / "gallery.png")
         names = json.loads((HERE / "gallery.json").read_text())
-        corners = [(28 * (place % 40), 28 * (place // 40)) for place in range(len(names))]
+        corners = [(28 * (index % 40), 28 * (index // 40)) for index in range(len(names))]
         return [sheet.crop((left, top, left + 28, top + 28)) for left, top in corners], names
     from datasets import load_dataset  # CIFAR-100 states no licence, so that it is not shipped here
 
@@ -141,7 +217,9 @@ def load_gallery(kind: str) -> tuple[list[Image.Image], list[str]]:
 def gallery_features(kind: str, number: int) -> list[torch.Tensor]:
     """Of every layer of one of the two models: a normalised feature for each image, the mean of its tokens."""
     model, images = autoencoders(kind)[number], gallery(kind)[0]
-    batches = [[each.mean(dim=1) for each in model.layers(images[i : i + 100])] for i in range(0, len(images), 100)]
+    batches = [
+        [tokens.mean(dim=1) for tokens in model.layers(images[i : i + 100])] for i in range(0, len(images), 100)
+    ]
     return [F.normalize(torch.cat(layer), dim=-1) for layer in zip(*batches)]
 
 
@@ -152,7 +230,7 @@ def neighbours(kind: str, number: int, tokens: torch.Tensor, layer: int, count: 
         return []
     feature = F.normalize(tokens.mean(dim=1), dim=-1)
     order = (gallery_features(kind, number)[layer] @ feature[0]).topk(count).indices.tolist()
-    return [(as_picture(np.asarray(images[place]) / 255), names[place]) for place in order]
+    return [(as_picture(np.asarray(images[index]) / 255), names[index]) for index in order]
 
 
 def prepare(kind: str, image: Image.Image) -> Image.Image:
@@ -176,14 +254,21 @@ def prepare(kind: str, image: Image.Image) -> Image.Image:
 
 def compare(kind: str, image: Image.Image, mask_ratio: float, layer: int, seed: int) -> list[dict]:
     """Of the plain model and the decayed one: pictures of what it sees, completes, distinguishes and finds alike."""
+    check_choice("kind", kind, KINDS)
+    check_size(image)
+    settings = check_settings(mask_ratio=mask_ratio, layer=layer, seed=seed)
+    models = autoencoders(kind)
+    deadline = time.monotonic() + TIME_LIMIT
     image = prepare(kind, image)
-    found = []
-    for number, model in enumerate(autoencoders(kind)):
-        depth = min(layer, model.num_layers)
-        seen, reconstructed = model.reconstruct(image, mask_ratio, seed)
+    results = []
+    for number, model in enumerate(models):
+        check_time(deadline)
+        depth = min(settings["layer"], model.num_layers)
+        seen, reconstructed = model.reconstruct(image, settings["mask_ratio"], settings["seed"])
         tokens = model.layers([image])[depth]
         components, share = model.components(image, tokens)
-        found.append(
+        check_time(deadline)
+        results.append(
             {
                 "decay": model.decay,
                 "image": as_picture(np.asarray(image) / 255),
@@ -194,27 +279,32 @@ def compare(kind: str, image: Image.Image, mask_ratio: float, layer: int, seed: 
                 "neighbours": neighbours(kind, number, tokens, depth),
             }
         )
-    return found
+    return results
 
 
 def class_names(which: str) -> list[str]:
+    check_choice("generator", which, GENERATORS)
     return list(generator(which).config.id2label.values())
 
 
 def draw(which: str, name: str, count: int, steps: int, guidance: float, seed: int, on_step=None) -> list[Image.Image]:
-    """Images of a class; `on_step(done, steps)` is told how far it is."""
+    """Images of a class; `on_step(step, steps)` is called after every step."""
+    check_choice("class", name, class_names(which))
+    settings = check_settings(count=count, steps=steps, guidance=guidance, seed=seed)
+    deadline = time.monotonic() + TIME_LIMIT
 
-    def tell(pipeline, step, timestep, tensors):
+    def after_step(pipeline, step, timestep, tensors):
+        check_time(deadline)
         if on_step:
-            on_step(step + 1, steps)
+            on_step(step + 1, settings["steps"])
         return tensors
 
     images = generator(which)(
-        [name] * count,
-        num_inference_steps=steps,
-        guidance_scale=guidance,
-        generator=torch.Generator().manual_seed(seed),
-        callback_on_step_end=tell,
+        [name] * settings["count"],
+        num_inference_steps=settings["steps"],
+        guidance_scale=settings["guidance"],
+        generator=torch.Generator().manual_seed(settings["seed"]),
+        callback_on_step_end=after_step,
         output_type="np",
     ).images
     return [as_picture(image) for image in images]
