@@ -7,22 +7,41 @@ import warnings
 
 from .effective_rank import effective_rank
 from .frechet import density_coverage, frechet_distance, kernel_distance, precision_recall
-from .knn import knn_accuracy
+from .knn import knn_accuracy, whiten
 from .linear_probe import PROTOCOLS, ProbeProtocol, linear_probe
+from .segmentation import (
+    CoordinateProbe,
+    cluster_miou,
+    cluster_patches,
+    coordinate_probe,
+    oracle_miou,
+    patch_labels,
+    patch_probe,
+    spatial_labels,
+)
 from .skip_ablation import skip_ablation
 
 
 __all__ = [
     "PROTOCOLS",
+    "CoordinateProbe",
     "ProbeProtocol",
+    "cluster_miou",
+    "cluster_patches",
+    "coordinate_probe",
     "density_coverage",
     "effective_rank",
     "frechet_distance",
     "kernel_distance",
     "knn_accuracy",
     "linear_probe",
+    "oracle_miou",
+    "patch_labels",
+    "patch_probe",
     "precision_recall",
     "skip_ablation",
+    "spatial_labels",
+    "whiten",
 ]
 
 

@@ -58,6 +58,23 @@ def knn_accuracy(
     return (votes.argmax(dim=1) == test_labels.to(best.device)).double().mean().item()
 
 
+@torch.no_grad()
+def whiten(
+    train_features: torch.Tensor, test_features: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both sets of features, centred and with the covariance of the training features taken out.
+
+    Cosine similarity of plain features follows their few strongest directions; of whitened ones it follows all. `epsilon`
+    is the variance, relative to the mean variance, below which a direction counts as noise.
+    """
+    train, test = train_features.double(), test_features.double()
+    mean = train.mean(dim=0)
+    train, test = train - mean, test - mean
+    variances, directions = torch.linalg.eigh(train.T @ train / len(train))
+    scales = (variances.clamp(min=0) + epsilon * variances.mean().clamp(min=1e-30)).rsqrt()
+    return (train @ directions * scales).float(), (test @ directions * scales).float()
+
+
 def top_of_row(values: torch.Tensor, k: int, group: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     """`values.topk(k, dim=1)`, unsorted, and several times faster for long rows.
 
