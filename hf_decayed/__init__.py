@@ -40,7 +40,8 @@ def _register(auto_map: dict[str, str]) -> None:
 
 _deprecated.install()
 _modules: dict[str, str] = {}  # public name -> its module, from the `__all__` of the modules
-for _path in sorted([*_Path(__file__).parent.glob("models/*.py"), *_Path(__file__).parent.glob("pipelines/*.py")]):
+_rooms = ("models", "pipelines", "spectral")
+for _path in sorted(path for room in _rooms for path in _Path(__file__).parent.glob(f"{room}/*.py")):
     _constants = _read_constants(_path)
     _modules |= dict.fromkeys(_constants.get("__all__", []), f".{_path.parent.name}.{_path.stem}")
     _register(_constants.get("AUTO_MAP", {}))

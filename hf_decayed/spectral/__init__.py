@@ -1,0 +1,1 @@
+"""What and where: recording of attention, graphs of patches, spectral solvers, regions."""
