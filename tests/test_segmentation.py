@@ -1,6 +1,7 @@
 """Metrics of dense features against independent computations, and what they say of features made by hand."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,7 +49,9 @@ def test_hungarian_match_is_the_best_of_all_assignments(seed):
             predicted[clusters == cluster] = number
         agreement[chosen] = ((predicted == masks).sum().item(), miou_of_prediction(predicted, masks, 3))
     most = max(pixels for pixels, _ in agreement.values())
-    best = [score for pixels, score in agreement.values() if pixels == most]  # several, where numbers of pixels are equal
+    best = [
+        score for pixels, score in agreement.values() if pixels == most
+    ]  # several, where numbers of pixels are equal
     assert any(cluster_miou(clusters, masks) == pytest.approx(score) for score in best)
 
 
@@ -215,3 +218,30 @@ def test_bad_input_gets_one_sentence(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_evaluate_modules_give_the_numbers_of_the_functions(tmp_path, monkeypatch):
+    import evaluate
+
+    import hf_decayed
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = Path(hf_decayed.__file__).parent / "metrics"
+
+    def load(name):
+        return evaluate.load(str(folder / name), cache_dir=str(tmp_path))
+
+    clusters, masks = random_maps(0)
+    maps = {"predictions": clusters.tolist(), "references": masks.tolist()}
+    assert load("cluster_miou").compute(**maps) == {"cluster_miou": cluster_miou(clusters, masks)}
+    greedy = load("cluster_miou").compute(**maps, match="greedy")
+    assert greedy == {"cluster_miou": cluster_miou(clusters, masks, "greedy")}
+    assert load("oracle_miou").compute(**maps) == {"oracle_miou": oracle_miou(clusters, masks)}
+    features, masks = dense_features("what", images=8)
+    position = load("coordinate_probe").compute(data=features.tolist())
+    assert position["position_mse"] == pytest.approx(coordinate_probe(features).mse)
+    assert position["position_accuracy"] == pytest.approx(coordinate_probe(features).accuracy)
+    metric = load("patch_probe")
+    train = {"train_features": features[:4].tolist(), "train_masks": masks[:4].tolist()}
+    accuracy = metric.compute(predictions=features[4:].tolist(), references=masks[4:].tolist(), **train)
+    assert accuracy == {"patch_accuracy": pytest.approx(patch_probe(features[:4], masks[:4], features[4:], masks[4:]))}
