@@ -538,10 +538,29 @@ def test_the_rules_of_detect_secrets_are_added(tmp_path, monkeypatch):
         validate_staged(tmp_path / "staged")
 
 
+@pytest.mark.parametrize("writer", WRITERS)
+def test_detect_secrets_reads_every_text(writer, tmp_path):
+    """With the library itself, and a secret that only its rules know."""
+    pytest.importorskip("detect_secrets")
+    if writer == "safetensors":
+        save_file({"weight": pytest.importorskip("torch").zeros(2)}, tmp_path / "model.safetensors")
+    WRITERS[writer](tmp_path / "extra", "A key: " + "SG." + MIXED[:22] + "." + (MIXED + MIXED)[:43])
+    (path,) = tmp_path.iterdir()
+    assert find_secret(path) is None
+    assert "what detect-secrets calls SendGrid API Key" in find_with_detect_secrets(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", SHIPPED, ids=lambda folder: folder.name)
+def test_shipped_folders_pass_with_detect_secrets(folder):
+    pytest.importorskip("detect_secrets")
+    assert [find_with_detect_secrets(path) for path in list_files(folder)] == [None] * len(list(list_files(folder)))
+
+
 def test_publish_mentions_missing_rules(hub, tmp_path, monkeypatch):
     folder = write_run(tmp_path / "out")
     monkeypatch.setattr(publishing, "has_detect_secrets", lambda: False)
-    assert "`pip install detect-secrets` adds more" in publish(folder, "user/mine", dry_run=True)
+    assert "`pip install 'hf_decayed[publish]'` adds those of" in publish(folder, "user/mine", dry_run=True)
     monkeypatch.setattr(publishing, "has_detect_secrets", lambda: True)
     assert "pip install" not in publish(folder, "user/mine", dry_run=True)
 

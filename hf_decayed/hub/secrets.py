@@ -1,12 +1,13 @@
 """Finds secrets in files that are about to be uploaded.
 
 Our own patterns are the floor. They are searched in all bytes of a file, weights included, and in the texts that binary
-formats carry: PNG text chunks and the metadata of safetensors. Where `detect-secrets` is installed, its rules are added.
+formats carry: PNG text chunks and the metadata of safetensors. The extra `publish` adds the rules of `detect-secrets`.
 """
 
 import importlib.util
 import json
 import re
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,14 +184,19 @@ def has_detect_secrets() -> bool:
 
 
 def find_with_detect_secrets(path: Path) -> str | None:
-    """Describes the first secret that the rules of detect-secrets find in a text file."""
+    """Describes the first secret that the rules of detect-secrets find in the texts of a file, pictures and weights too."""
     from detect_secrets import SecretsCollection
     from detect_secrets.settings import default_settings
 
-    collection = SecretsCollection()
-    with default_settings():
-        collection.scan_file(str(path))
-    for _, secret in collection:
-        if secret.type not in IGNORED_TYPES:
-            return f"what detect-secrets calls {secret.type} (line {secret.line_number})"
+    # Its rules depend on the ending of a file name, and it skips files that are not UTF-8: it gets copies of the texts.
+    suffix = ".txt" if path.suffix.lower() in (".png", ".safetensors") else path.suffix
+    with tempfile.TemporaryDirectory() as folder, default_settings():
+        for number, text in enumerate(read_texts(path)):
+            copy = Path(folder) / f"text{number}{'.txt' if number else suffix}"
+            copy.write_text(text.replace(b"\0", b"").decode("utf-8", "replace"), encoding="utf-8")
+            collection = SecretsCollection()
+            collection.scan_file(str(copy))
+            for _, secret in collection:
+                if secret.type not in IGNORED_TYPES:
+                    return f"what detect-secrets calls {secret.type} (line {secret.line_number})"
     return None

@@ -69,7 +69,7 @@ def validate_staged(staged: Path) -> None:
     for path in sorted(path for path in staged.rglob("*") if path.is_file()):
         name = path.relative_to(staged).as_posix()
         secret = find_secret(path)
-        if secret is None and with_library and path.suffix.lower() not in (".safetensors", ".png"):
+        if secret is None and with_library:
             secret = find_with_detect_secrets(path)
         if secret:
             raise PublishingError(f"'{name}' holds {secret}: take it out, and revoke it if others have seen it.")
