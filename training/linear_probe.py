@@ -114,6 +114,7 @@ def main():
             splits.image_column,
             Augmentation.from_processor(processor, num_channels, seed=options.seed),
             label_column=splits.label_column,
+            views=splits.views,
             progress=run.progress,
             **decoding_arguments(options),
         )

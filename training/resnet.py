@@ -85,6 +85,7 @@ def main():
         splits.image_column,
         augmentation,
         label_column=splits.label_column,
+        views=splits.views,
         progress=run.progress,
         **decoding_arguments(options),
     )

@@ -12,7 +12,10 @@ MAY_CHANGE = "may change on resume"
 def add_data_arguments(parser: argparse.ArgumentParser):
     """Flags of the data set, for [`data_arguments`]; returns the group, for a script's own flags."""
     data = parser.add_argument_group("data (by default the bundled images)")
-    data.add_argument("--dataset_name", help="data set on the Hub")
+    data.add_argument(
+        "--dataset_name",
+        help="data set on the Hub; bundled, bundled:coloured or bundled:textured for procedural views",
+    )
     data.add_argument("--dataset_config", help="configuration of the data set")
     data.add_argument("--train_split", default="train")
     data.add_argument("--eval_split", help="held-out split; by default validation, val or test, whichever comes first")
@@ -21,6 +24,7 @@ def add_data_arguments(parser: argparse.ArgumentParser):
     data.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop", help="that cannot be decoded")
     storage = parser.add_argument_group(f"data storage ({MAY_CHANGE})")
     storage.add_argument("--dataset_path", help="folder of images, or parquet, arrow, WebDataset tar files")
+    storage.add_argument("--mask_column_name", help="by default the column mask, segmentation or annotation")
     storage.add_argument(
         "--num_workers", type=non_negative_int, default=4, help="processes that decode images not held in memory"
     )
@@ -37,4 +41,5 @@ def data_arguments(options: argparse.Namespace) -> dict:
         "eval_split": options.eval_split,
         "image_column": options.image_column_name,
         "label_column": options.label_column_name,
+        "mask_column": options.mask_column_name,
     }

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import sys
 import zlib
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 from ..errors import DataError
 from .decoding import decode_image
 from .keyed_random import sample_generator
+from .procedural import ProceduralViews
 from .sources import rows_fingerprint
 from .transforms import Augmentation
 
@@ -20,7 +22,8 @@ from .transforms import Augmentation
 class TrainingImages(torch.utils.data.Dataset):
     """Augmented images by `(epoch, index)`: held in memory when they are of one size and fit, else decoded on demand.
 
-    With a `label_column`, batches hold `labels` too.
+    With a `label_column`, batches hold `labels` too. With `views`, what is augmented is a new view of an original in every
+    epoch, and `dataset` is not read; originals are always held in memory.
     """
 
     def __init__(
@@ -32,8 +35,13 @@ class TrainingImages(torch.utils.data.Dataset):
         on_bad_image: str = "stop",
         progress=lambda items, **_: items,
         label_column: str | None = None,
+        views: ProceduralViews | None = None,
     ):
+        self.views = views
+        if views is not None:
+            dataset, memory_limit = views.originals, sys.maxsize
         self.labels = torch.tensor(dataset[label_column][:]) if label_column else None
+        self.num_channels = augmentation.num_channels if views is None else 1
         self.dataset = dataset.select_columns(image_column).cast_column(image_column, ImageFeature(decode=False))
         self.image_column, self.augmentation = image_column, augmentation
         self.on_bad_image, self.bad_images = on_bad_image, 0
@@ -52,13 +60,13 @@ class TrainingImages(torch.utils.data.Dataset):
 
     def decode(self, index: int) -> np.ndarray | None:
         record = self.dataset[index][self.image_column]
-        return decode_image(record, self.augmentation.num_channels, index, self.on_bad_image)
+        return decode_image(record, self.num_channels, index, self.on_bad_image)
 
     def decode_all(self, progress) -> torch.Tensor | None:
         """All images as one tensor of bytes, or `None` if they are not of one size."""
         images, good = [], []
         for index, row in enumerate(progress(self.dataset, desc="decoding")):
-            pixels = decode_image(row[self.image_column], self.augmentation.num_channels, index, self.on_bad_image)
+            pixels = decode_image(row[self.image_column], self.num_channels, index, self.on_bad_image)
             if pixels is None:
                 self.bad_images += 1
             elif images and pixels.shape != images[0].shape:
@@ -77,12 +85,16 @@ class TrainingImages(torch.utils.data.Dataset):
         """Of all pixels when they are in memory, else of the number of images and some of their files."""
         if self.memory is None:
             return rows_fingerprint(self.dataset, self.image_column)
-        return hashlib.sha256(self.memory.numpy().tobytes()).hexdigest()[:16]
+        views = b"" if self.views is None else self.views.identity.encode()
+        return hashlib.sha256(self.memory.numpy().tobytes() + views).hexdigest()[:16]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         indices = [index for _, index in keys]
         if self.memory is not None:
-            return self.with_labels(self.augmentation.batch(self.memory[indices], keys), indices)
+            pixels = self.memory[indices]
+            if self.views is not None:
+                pixels, _ = self.views.render(pixels, keys, self.augmentation.seed, self.augmentation.num_channels)
+            return self.with_labels(self.augmentation.batch(pixels, keys), indices)
         images, bad_images = [], torch.zeros(len(indices), dtype=torch.long)
         for position, index in enumerate(indices):
             while (pixels := self.decode(index)) is None:  # the next image replaces one that cannot be decoded

@@ -173,6 +173,7 @@ def pixel_images(
         on_bad_image=on_bad_image,
         progress=progress,
         label_column=splits.label_column,
+        views=splits.views,
     )
 
 
@@ -189,6 +190,8 @@ def latent_images(
     num_workers: int = 0,
 ) -> Latents:
     """Latents of the center crops of training images: cached under `cache_dir`, or without one encoded during training."""
+    if splits.views is not None:
+        raise UserError(f"'{splits.name}' draws new views in every epoch, which latents cannot: train on pixels.")
     processor = CenterCropProcessor(image_size, image_size, signed=True)
     train, image_column, label_column = splits.train, splits.image_column, splits.label_column
     images = EvaluationDataset(train, image_column, label_column, processor, vae.config.in_channels, on_bad_image)

@@ -12,9 +12,11 @@ from datasets import Image as ImageFeature
 from datasets.exceptions import DatasetsError
 
 from ..errors import DataError
+from .procedural import HELD_OUT_SEED, TRAIN_SEED, VARIANTS, ProceduralViews, render_dataset
 
 
 BUNDLED = "fashion_mnist_subset"
+MASK_COLUMNS = ("mask", "masks", "segmentation", "segmentation_mask", "annotation")
 HELD_OUT_ONE_IN = 10
 HELD_OUT_RULE = (
     f"images whose bytes (in an image folder: folder and file name) have a CRC-32 divisible by {HELD_OUT_ONE_IN}"
@@ -29,6 +31,9 @@ class ImageSplits:
     Args:
         name (`str`): Without a local path in it.
         held_out_rule (`str`): Which images are held out, in words: a split of the data, or the rule for data without one.
+        mask_column (`str`, *optional*): Images of the class of every pixel; 255 is ignored.
+        mask_names (`list[str]`, *optional*): What the numbers in masks stand for, from 0 on.
+        views (`ProceduralViews`, *optional*): Draws the images of training anew in every epoch; `train` has fixed views.
     """
 
     name: str
@@ -37,6 +42,9 @@ class ImageSplits:
     held_out_rule: str
     image_column: str
     label_column: str | None
+    mask_column: str | None = None
+    mask_names: list[str] | None = None
+    views: ProceduralViews | None = None
 
     def take(self, max_train_samples: int | None = None, max_eval_samples: int | None = None) -> "ImageSplits":
         """At most so many images of each split."""
@@ -44,6 +52,7 @@ class ImageSplits:
             self,
             train=take_subset(self.train, max_train_samples),
             held_out=take_subset(self.held_out, max_eval_samples),
+            views=self.views and replace(self.views, originals=take_subset(self.views.originals, max_train_samples)),
         )
 
     def class_names(self) -> list[str]:
@@ -59,8 +68,14 @@ class ImageSplits:
         return names
 
     def fingerprint(self) -> str:
-        """The same for the same training images, wherever they are stored: of their number and up to 256 of their files."""
-        return rows_fingerprint(self.train, self.image_column)
+        """The same for the same training images, wherever they are stored: of their number and up to 256 of their files.
+
+        Where views are drawn: of the images that they are drawn of, and of the kind and version of the views.
+        """
+        if self.views is None:
+            return rows_fingerprint(self.train, self.image_column)
+        originals = rows_fingerprint(self.views.originals, self.image_column)
+        return hashlib.sha256(f"{originals} {self.views.identity}".encode()).hexdigest()[:16]
 
 
 def load_image_splits(
@@ -71,16 +86,45 @@ def load_image_splits(
     eval_split: str | None = None,
     image_column: str | None = None,
     label_column: str | None = None,
+    mask_column: str | None = None,
     streaming: bool = False,
 ) -> ImageSplits:
     """Training and held-out images; one in ten images is held out where the data has no split for evaluation."""
+    variant = bundled_variant(dataset_name, dataset_path)
+    if streaming and variant not in (None, "grey"):
+        raise DataError(f"'{dataset_name}' is drawn in memory and cannot be streamed: leave out --streaming.")
     train, held_out, name = load_splits(dataset_name, dataset_config, dataset_path, train_split, eval_split, streaming)
-    image_column, label_column = find_columns(train, image_column, label_column)
+    image_column, label_column = find_columns(train, image_column, label_column, mask_column)
     rule = "the evaluation split"
     if held_out is None:
         held_out, train = split_validation(train, image_column)
         rule = HELD_OUT_RULE
-    return ImageSplits(name, train, held_out, rule, image_column, label_column)
+    splits = ImageSplits(name, train, held_out, rule, image_column, label_column)
+    if variant is not None and not streaming:
+        return render_splits(splits, variant)
+    return replace(splits, mask_column=find_mask_column(train, image_column, mask_column))
+
+
+def render_splits(splits: ImageSplits, variant: str) -> ImageSplits:
+    """The bundled images with masks and, for a variant other than `grey`, with the views of that variant."""
+    return replace(
+        splits,
+        train=render_dataset(splits.train, variant, TRAIN_SEED),
+        held_out=render_dataset(splits.held_out, variant, HELD_OUT_SEED),
+        mask_column="mask",
+        mask_names=["background", *read_class_names(splits.train, "label")],
+        views=None if variant == "grey" else ProceduralViews(variant, splits.train),
+    )
+
+
+def bundled_variant(dataset_name: str | None, dataset_path: str | None) -> str | None:
+    """The variant of the bundled images that a name asks for; `None` for other data."""
+    if dataset_path or (dataset_name and dataset_name.split(":")[0] != "bundled"):
+        return None
+    variant = (dataset_name or "").partition(":")[2] or "grey"
+    if variant not in VARIANTS:
+        raise DataError(f"'{dataset_name}' is not one of {', '.join(f'bundled:{name}' for name in VARIANTS)}.")
+    return variant
 
 
 def load_splits(
@@ -93,21 +137,25 @@ def load_splits(
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None, str]:
     """The training split, the evaluation split if there is one, and a name for both without a local path in it.
 
-    With neither a name nor a path: the bundled Fashion-MNIST subset. A path may be a folder of images by class, a file or
+    With neither a name nor a path, or with the name `bundled`: the bundled Fashion-MNIST subset, of whose variants (such as
+    `bundled:coloured`) these are the images that [`load_image_splits`] draws views of. A path may be a folder of images by class, a file or
     folder of parquet, arrow or WebDataset tars, or a folder that `save_to_disk` wrote.
     """
     if dataset_name and dataset_path:
         raise DataError(f"Give a data set's name or a path, not both; got '{dataset_name}' and '{dataset_path}'.")
+    variant = bundled_variant(dataset_name, dataset_path)
     name = dataset_name or (Path(dataset_path).name if dataset_path else BUNDLED)
+    if variant == "grey":
+        name = BUNDLED
     try:
-        if dataset_name:
-            splits = load_dataset(dataset_name, dataset_config, streaming=streaming)
-        elif dataset_path:
-            splits = load_path(Path(dataset_path), streaming)
-        else:
+        if variant:
             folder = files("hf_decayed.data") / "bundled"
             data_files = {split: str(folder / f"fashion_mnist_{split}.parquet") for split in ("train", "test")}
             splits = load_dataset("parquet", data_files=data_files, streaming=streaming)
+        elif dataset_path:
+            splits = load_path(Path(dataset_path), streaming)
+        else:
+            splits = load_dataset(dataset_name, dataset_config, streaming=streaming)
     except DataError:
         raise
     except (ValueError, OSError, DatasetsError) as error:
@@ -148,9 +196,15 @@ def load_path(path: Path, streaming: bool) -> dict | Dataset:
 
 
 def find_columns(
-    dataset: Dataset | IterableDataset, image_column: str | None = None, label_column: str | None = None
+    dataset: Dataset | IterableDataset,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    mask_column: str | None = None,
 ) -> tuple[str, str | None]:
-    """Names of the image column and, if there is one, of the label column; by type where no name is passed."""
+    """Names of the image column and, if there is one, of the label column; by type where no name is passed.
+
+    A column of masks, which is the named one or has a usual name, is not taken for the images.
+    """
     if dataset.features is None:
         dataset = dataset._resolve_features()
     features = dataset.features
@@ -159,6 +213,8 @@ def find_columns(
             raise DataError(f"There is no column '{column}'; the columns are {', '.join(features)}.")
     if image_column is None:
         images = [name for name, feature in features.items() if isinstance(feature, ImageFeature)]
+        if len(images) > 1:
+            images = [name for name in images if name not in (mask_column, *MASK_COLUMNS)]
         if len(images) != 1:
             raise DataError(f"Found {len(images)} image columns among {', '.join(features)}: name one.")
         image_column = images[0]
@@ -173,6 +229,24 @@ def find_columns(
             raise DataError(f"Found the label columns {', '.join(labels)}: name one.")
         label_column = labels[0] if labels else None
     return image_column, label_column
+
+
+def find_mask_column(
+    dataset: Dataset | IterableDataset, image_column: str, mask_column: str | None = None
+) -> str | None:
+    """The column of masks: the named one, or the only other column of images with a usual name, such as `mask`."""
+    features = dataset.features if dataset.features is not None else dataset._resolve_features().features
+    images = [name for name, feature in features.items() if isinstance(feature, ImageFeature) and name != image_column]
+    if mask_column is not None:
+        if mask_column not in images:
+            raise DataError(
+                f"'{mask_column}' is not a column of masks, which are images; there are {images or 'none'}."
+            )
+        return mask_column
+    masks = [name for name in images if name in MASK_COLUMNS]
+    if len(masks) > 1:
+        raise DataError(f"Found the mask columns {', '.join(masks)}: name one with --mask_column_name.")
+    return masks[0] if masks else None
 
 
 def take_subset(dataset: Dataset | IterableDataset, number: int | None):
