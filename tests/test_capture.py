@@ -55,6 +55,7 @@ ENCODERS = {
         {},
     ),
     "clip": (lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**IMAGE)), 1, {}),
+    "owlvit": (lambda: transformers.OwlViTVisionModel(transformers.OwlViTVisionConfig(**IMAGE)), 1, {}),
     "siglip": (lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**IMAGE)), 0, {}),
     "beit": (lambda: transformers.BeitModel(transformers.BeitConfig(use_relative_position_bias=True, **IMAGE)), 1, {}),
 }
@@ -340,10 +341,10 @@ def test_hidden_states_are_those_that_the_model_returns():
 
 
 @pytest.mark.filterwarnings("ignore:`shortcut_decay")
-@pytest.mark.parametrize("family", ["vit", "uvit"])
+@pytest.mark.parametrize("family", ["decayed_vit_mae", "uvit"])
 def test_an_exception_in_the_block_or_in_the_model_restores_the_model(family):
     model = randomize({**ENCODERS, **DIFFUSION_TRANSFORMERS}[family][0]())
-    inputs = (pixels(),) if family == "vit" else (torch.randn(2, 4, 8, 8), 3)
+    inputs = (pixels(),) if family == "decayed_vit_mae" else (torch.randn(2, 4, 8, 8), 3)
     before, expected = traces(model), tensors_of(model(*inputs))[0]
     with pytest.raises(KeyError, match="mine"), record_attention(model):
         model(*inputs)
@@ -389,12 +390,16 @@ def test_choice_of_layers():
     assert chosen([-1, 0]) == [0, 3] and chosen(-2) == [2] and chosen(names[1]) == [1]
     assert chosen([names[2].rpartition(".")[0], 2]) == [2]  # the block's name, and the same layer again
     for layers, message in [
-        (4, r"lie in \[-4, 3\]"),
-        ([-5], r"lie in \[-4, 3\]"),
+        (4, r"integers in \[-4, 3\]"),
+        ([-5], r"integers in \[-4, 3\]"),
+        (0.5, "integers in"),
         ("decoder", "names 'decoder'"),
         ([], "at least one layer"),
     ]:
         with pytest.raises(UserError, match=message), record_attention(model, layers=layers):
+            pass
+    for limit in (0, "4 GB"):
+        with pytest.raises(UserError, match="`memory_limit` must"), record_attention(model, memory_limit=limit):
             pass
     for what in ("queries", ("query", "q"), ()):
         with pytest.raises(UserError, match="`what` must"), record_attention(model, what=what):
@@ -428,7 +433,7 @@ def test_memory_is_told_before_it_is_taken():
 @torch.no_grad()
 def test_records_are_copies():
     """A view of a fused projection would hold three times its memory, and in-place changes would reach it."""
-    model = randomize(ENCODERS["vit"][0]())
+    model = randomize(ENCODERS["decayed_vit_mae"][0]())
     outputs = []
     hook = model.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
     with record_attention(model, layers=0, what=("query", "hidden_states")) as record:
@@ -452,7 +457,7 @@ def test_models_that_cannot_be_recorded():
         num_decoder_blocks=(1, 1),
     )
     for model, message in [
-        (resnet, "ResNetModel has no attention over images"),
+        (resnet, "ResNetModel has no attention over image patches"),
         (autoencoder, "AutoencoderTiny has no self-attention"),
         (nn.Linear(2, 2), "takes a model of transformers or diffusers.* got Linear"),
         ("vit-base", "got str"),
@@ -463,10 +468,10 @@ def test_models_that_cannot_be_recorded():
 
 @torch.no_grad()
 def test_inputs_that_are_no_grid():
-    before_and_model = randomize(ENCODERS["dinov2"][0]())
+    dinov2 = randomize(ENCODERS["dinov2"][0]())
     with pytest.raises(UserError, match="4 x 32 pixels is smaller than a patch of 8 x 8"):
-        with record_attention(before_and_model):
-            before_and_model(pixels(4, 32))
+        with record_attention(dinov2):
+            dinov2(pixels(4, 32))
 
     ours = randomize(ENCODERS["decayed_vit_mae"][0]())
     for arguments, message in [
@@ -480,6 +485,10 @@ def test_inputs_that_are_no_grid():
         stock = transformers.ViTMAEModel(transformers.ViTMAEConfig(mask_ratio=0.75, **IMAGE))
         with record_attention(stock):
             stock(pixels())
+
+    video = transformers.VideoMAEModel(transformers.VideoMAEConfig(num_frames=4, **IMAGE))
+    with pytest.raises(UserError, match="was not called with images of shape"), record_attention(video):
+        video(pixels().unsqueeze(1).expand(-1, 4, -1, -1, -1))
 
     yolos = transformers.YolosModel(
         transformers.YolosConfig(num_detection_tokens=5, **{**IMAGE, "image_size": [32, 32]})
@@ -523,6 +532,29 @@ def test_gradients_pass_and_what_was_not_recorded_is_named():
         assert torch.equal(parameter.grad, other.grad) if other.grad is not None else parameter.grad is None
     with pytest.raises(UserError, match="`query` of .* was not recorded"):
         attention_map(record.layers[0])
+
+
+@pytest.mark.filterwarnings("ignore:`shortcut_decay")
+def test_gradient_checkpointing_records_once():
+    """Attention runs a second time in the backward pass, which is not a call of the model."""
+    model = randomize(DIFFUSION_TRANSFORMERS["uvit"][0]()).train()
+    model.enable_gradient_checkpointing()
+    with record_attention(model) as record:
+        model(torch.randn(2, 4, 8, 8), 3).sample.sum().backward()
+    assert len(record.layers) == 5 and torch.overrides._get_current_function_mode() is None
+
+
+@pytest.mark.filterwarnings("ignore:`shortcut_decay")
+def test_recording_of_a_pipeline():
+    """Every step of the sampler is a call; with guidance, the batch has both halves."""
+    model = randomize(DIFFUSION_TRANSFORMERS["uvit_with_classes"][0]())
+    pipeline = hf_decayed.DecayedUViTPipeline(model, diffusers.DDIMScheduler())
+    pipeline.set_progress_bar_config(disable=True)
+    with record_attention(pipeline.unet, layers="mid_block", what="value") as record:
+        pipeline(class_labels=[1], num_inference_steps=3, guidance_scale=2.0, output_type="latent")
+    assert [layer.call for layer in record.layers] == [0, 1, 2] and record.layers[0].value.shape[0] == 2
+    timesteps = [layer.timestep[0].item() for layer in record.layers]
+    assert timesteps == sorted(timesteps, reverse=True) and len(set(timesteps)) == 3
 
 
 def test_public_names():

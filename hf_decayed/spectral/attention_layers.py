@@ -24,12 +24,13 @@ def transformers_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
             continue
         parents = [modules[parent] for parent in ancestor_names(name)]
         owner = next(parent for parent in parents if isinstance(parent, PreTrainedModel))
-        if owner.main_input_name == "pixel_values" and module.config is owner.config:
+        # Text towers have no patches.
+        if module.config is owner.config and getattr(module.config, "patch_size", None) is not None:
             attention[name] = module
     if not attention:
         raise UserError(
-            f"{type(model).__name__} has no attention over images that can be recorded: none of its modules that take "
-            "pixels uses transformers' attention interface."
+            f"{type(model).__name__} has no attention over image patches that can be recorded: none of its modules uses "
+            "transformers' attention interface and has a `patch_size` in its config."
         )
     return attention
 
@@ -61,7 +62,7 @@ def choose_layers(names: list[str], layers: int | str | Iterable[int | str] | No
     if layers is None:
         return names
     chosen: set[str] = set()
-    for layer in [layers] if isinstance(layers, (int, str)) else layers:
+    for layer in layers if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]:
         if isinstance(layer, str):
             matches = [name for name in names if name == layer or name.startswith(layer + ".")]
             if not matches:
@@ -69,12 +70,12 @@ def choose_layers(names: list[str], layers: int | str | Iterable[int | str] | No
                     f"`layers` names '{layer}', which has no recordable attention; there are {', '.join(names)}."
                 )
             chosen.update(matches)
-        elif -len(names) <= layer < len(names):
+        elif isinstance(layer, int) and -len(names) <= layer < len(names):
             chosen.add(names[layer])
         else:
             raise UserError(
-                f"`layers` must lie in [{-len(names)}, {len(names) - 1}] for a model with {len(names)} attention layers, "
-                f"got {layer}."
+                f"`layers` must be names, or integers in [{-len(names)}, {len(names) - 1}] for a model with {len(names)} "
+                f"attention layers, got {layer!r}."
             )
     if not chosen:
         raise UserError("`layers` must choose at least one layer.")

@@ -97,6 +97,8 @@ class AttentionRecord:
 
     def __init__(self, model, layers, what, device, memory_limit):
         self.what = check_what(what)
+        if memory_limit is not None and not (isinstance(memory_limit, (int, float)) and memory_limit > 0):
+            raise UserError(f"`memory_limit` must be a positive number of gigabytes or None, got {memory_limit!r}.")
         self.model, self.device, self.memory_limit = model, device, memory_limit
         self.layers: list[LayerRecord] = []
         self.memory = 0  # in bytes
@@ -136,7 +138,7 @@ class AttentionRecord:
         hooks += [module.register_forward_pre_hook(self.note_shapes, with_kwargs=True) for module in parents]
         for module in self.model.modules():
             # Masked autoencoders of transformers, ours, and copies that came with a checkpoint.
-            if type(module).__name__.endswith("MAEEmbeddings"):
+            if type(module).__name__.endswith("ViTMAEEmbeddings"):
                 hooks.append(module.register_forward_hook(check_patch_order))
         for hook in hooks:
             cleanup.callback(hook.remove)
@@ -271,9 +273,7 @@ class AttentionRecord:
         if block in self._window_grids:
             return num_images, (self._window_grids[block], 0, Windows(int(block.window_size), int(block.shift_size)))
         above = modules[modules.index(image_module) :]
-        patch_height, patch_width = patch_size_of(above) or ((None, None) if self.is_transformers else (1, 1))
-        if patch_height is None:
-            raise UserError(f"The grid of {name} is not known: the model's config has no `patch_size`.")
+        patch_height, patch_width = patch_size_of(above) or (1, 1)  # U-Nets attend to pixels
         grid = (height // patch_height, width // patch_width)
         num_prefix_tokens = num_tokens - math.prod(grid)
         num_registers = next((value for value in config_values(above, "num_register_tokens")), 0)
