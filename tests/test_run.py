@@ -381,6 +381,10 @@ def test_a_checkpoint_runs_no_code(tmp_path):
         (copy / name).write_bytes(content)
         with pytest.raises(UserError, match="is not a complete checkpoint"):
             find_checkpoint(str(copy), tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["model.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert find_damage(path) == "manifest.json does not list model.safetensors"
     for content in ("[]", "null", "{}", "3", '{"state.json": 3}', '{"state.json": [1, 2], "../x": [0, 0]}', "{"):
         (path / "manifest.json").write_text(content)
         assert find_damage(path), content
@@ -496,6 +500,29 @@ def test_metrics_survive_a_kill_and_skipped_steps(tmp_path):
     resumed = MetricsFile(log.path, 2, writing=True)
     assert [record["step"] for record in resumed.records()] == [0, 1, 2]
     assert len([json.loads(line) for line in log.path.read_text().splitlines()]) == 3
+
+
+def test_damaged_metrics_are_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "loss": 2}\n[1]\n3\nnull\n{"loss": 1}\n{"step": "1"}\n{"st\xffep": 1}\n{"step": 2}\n\xff\xfe'
+    )
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+    assert [record["step"] for record in MetricsFile(path, 1, writing=True).records()] == [1]
+
+
+def test_metrics_stay_when_there_is_no_room_to_rewrite_them(tmp_path, monkeypatch):
+    """Resuming rewrites the file: a kill or a full disk in between must not lose the lines of before."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError):
+        MetricsFile(path, 1, writing=True)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_scaler_that_seeks_its_scale_loses_no_steps():

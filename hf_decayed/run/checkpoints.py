@@ -117,6 +117,8 @@ def find_damage(path: Path) -> str | None:
         for file in sorted(path.rglob("*")):
             if file.suffix not in (".safetensors", ".json") or not file.is_file() or file.is_symlink():
                 return f"{file.name} is neither safetensors nor JSON, and nothing else is loaded"
+            if file.name not in (MANIFEST, *manifest):
+                return f"{MANIFEST} does not list {file.name}"
         for name, (size, expected) in manifest.items():
             file = path / Path(name).name
             if file.stat().st_size != size or checksum(file) != expected:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import warnings
 from pathlib import Path
 
@@ -20,7 +21,7 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             if step and path.exists():
                 self.lines = [record for record in read_metrics(path) if record["step"] <= step]
-            path.write_text("".join(json.dumps(record) + "\n" for record in self.lines))
+            replace_text(path, "".join(json.dumps(record) + "\n" for record in self.lines))
 
     def write(self, record: dict) -> None:
         if not self.writing:
@@ -55,14 +56,27 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics file; a line that a killed process left half written is skipped."""
+    """The records of a metrics file; a line that a killed process left half written, or that is damaged, is skipped."""
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except ValueError:  # no JSON, or no UTF-8
             continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
     return records
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a text file; whoever is killed meanwhile, or finds the disk full, leaves the old one."""
+    temporary = path.with_name(f".writing-{path.name}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def truncate(path: Path, size: int) -> None:

@@ -59,7 +59,7 @@ from .checkpoints import (
     scatter_state,
 )
 from .optimization import ema_with_warmup, is_scaler_warmup
-from .records import MetricsFile
+from .records import MetricsFile, replace_text
 from .signals import StopSignal, ignore_signals
 
 
@@ -498,7 +498,7 @@ class Run:
         self.accelerator.wait_for_everyone()
         if self.is_main_process:
             with self.writing("results.json"):
-                write_json(folder / "results.json", results)
+                replace_text(folder / "results.json", json.dumps(results, indent=2) + "\n")
             if self.log.records():
                 with self.writing("curves.png"):
                     save_curves(folder / "curves.png", self.log.records())
@@ -570,17 +570,6 @@ def check_signature(name: str, saved: dict, signature: dict) -> None:
     changed = [f"{flag} {saved.get(flag)} -> {value}" for flag, value in signature.items() if saved.get(flag) != value]
     if changed:
         raise UserError(f"'{name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Complete or not at all."""
-    temporary = path.with_name(f".writing-{path.name}")
-    try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def script_main(main: Callable[[], None]) -> None:
