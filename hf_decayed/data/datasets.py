@@ -12,8 +12,9 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from ..errors import DataError
-from .decoding import decode_image
+from .decoding import decode_image, image_name
 from .keyed_random import sample_generator
+from .masks import decode_mask, process_masks
 from .procedural import ProceduralViews
 from .sources import rows_fingerprint
 from .transforms import Augmentation
@@ -209,6 +210,10 @@ class EvaluationDataset(torch.utils.data.Dataset):
 
     Args:
         processor: Called as transformers' image processors are.
+        mask_column (`str`, *optional*):
+            Batches hold `masks` too, class numbers `(batch, height, width)`, resized and cropped as the images are; 255 is
+            ignored. See [`process_masks`].
+        mask_zero_is_ignored (`bool`): Class numbers in the files start at 1: they are lowered by one, and 0 is ignored.
         memory_limit (`int`, defaults to 0): Bytes of decoded images to keep, for a data set that is read many times.
     """
 
@@ -221,34 +226,44 @@ class EvaluationDataset(torch.utils.data.Dataset):
         num_channels: int = 3,
         on_bad_image: str = "stop",
         memory_limit: int = 0,
+        mask_column: str | None = None,
+        mask_zero_is_ignored: bool = False,
     ):
-        columns = [image_column] + ([label_column] if label_column else [])
-        self.dataset = dataset.select_columns(columns).cast_column(image_column, ImageFeature(decode=False))
-        self.image_column, self.label_column = image_column, label_column
+        columns = [column for column in (image_column, label_column, mask_column) if column is not None]
+        self.dataset = dataset.select_columns(columns)
+        for column in filter(None, (image_column, mask_column)):
+            self.dataset = self.dataset.cast_column(column, ImageFeature(decode=False))
+        self.image_column, self.label_column, self.mask_column = image_column, label_column, mask_column
+        self.mask_zero_is_ignored = mask_zero_is_ignored
         self.processor, self.num_channels, self.on_bad_image = processor, num_channels, on_bad_image
         self.free_memory, self.decoded = memory_limit, {}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def decode(self, indices: list[int]) -> dict[int, tuple[np.ndarray | None, int]]:
-        """Pixels and label by index; `None` for the pixels of an image that cannot be decoded and may be skipped."""
+    def decode(self, indices: list[int]) -> dict[int, tuple[np.ndarray | None, int, np.ndarray | None]]:
+        """Pixels, label and mask by index; `None` for the pixels of an image that cannot be decoded and may be skipped."""
         missing = [index for index in indices if index not in self.decoded]
         decoded = {index: self.decoded[index] for index in indices if index in self.decoded}
         rows = self.dataset[missing] if missing else {self.image_column: []}  # at once: row by row is far slower
         labels = rows[self.label_column] if self.label_column and missing else [-1] * len(missing)
-        for index, record, label in zip(missing, rows[self.image_column], labels):
+        masks = rows[self.mask_column] if self.mask_column and missing else [None] * len(missing)
+        for index, record, label, mask_record in zip(missing, rows[self.image_column], labels, masks):
             pixels = decode_image(record, self.num_channels, index, self.on_bad_image)
-            decoded[index] = pixels, label
-            if pixels is not None and pixels.nbytes <= self.free_memory:
+            mask = None
+            if pixels is not None and mask_record is not None:
+                mask = decode_mask(mask_record, image_name(record, index), pixels.shape[:2], self.mask_zero_is_ignored)
+            decoded[index] = pixels, label, mask
+            size = sum(array.nbytes for array in (pixels, mask) if array is not None)
+            if pixels is not None and size <= self.free_memory:
                 self.decoded[index] = decoded[index]
-                self.free_memory -= pixels.nbytes
+                self.free_memory -= size
         return decoded
 
     def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
         decoded = self.decode(indices)
         good = [index for index in indices if decoded[index][0] is not None]
-        pixels = [array for array, _ in (decoded[index] for index in good) if array is not None]
+        pixels = [array for array, _, _ in (decoded[index] for index in good) if array is not None]
         batch = {
             "labels": torch.tensor([decoded[index][1] for index in good]),
             "indices": torch.tensor(good),
@@ -259,4 +274,7 @@ class EvaluationDataset(torch.utils.data.Dataset):
             images = pixels if grey else [Image.fromarray(array) for array in pixels]
             layout = {"input_data_format": "channels_last"} if grey else {}
             batch["pixel_values"] = self.processor(images, return_tensors="pt", **layout)["pixel_values"]
+        if good and self.mask_column:
+            masks = [mask for _, _, mask in (decoded[index] for index in good) if mask is not None]
+            batch["masks"] = process_masks(masks, self.processor)
         return batch

@@ -36,7 +36,11 @@ def decode_image(record: dict, num_channels: int, index: int, on_bad_image: str 
     except Exception as error:  # Pillow raises many types for broken files
         if on_bad_image == "skip":
             return None
-        name = f"'{Path(record['path']).name}' (row {index})" if record.get("path") else f"in row {index}"
         raise DataError(
-            f"The image {name} cannot be decoded ({error}); `--on_bad_image skip` skips such images."
+            f"The image {image_name(record, index)} cannot be decoded ({error}); `--on_bad_image skip` skips such images."
         ) from error
+
+
+def image_name(record: dict, index: int) -> str:
+    """What an error calls an undecoded image: its file, if it has one, and its row."""
+    return f"'{Path(record['path']).name}' (row {index})" if record.get("path") else f"in row {index}"

@@ -7,6 +7,8 @@ A view is drawn from its `(epoch, index)` and the seed alone, so that processes,
 """
 
 import io
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,10 +172,18 @@ def render_dataset(originals: Dataset, variant: str, seed: int) -> Dataset:
         with_indices=True,
         batched=True,
         features=Features({**originals.features, "mask": ImageFeature()}),
-        # Named, because a hash of the function would change with every edit of this file.
-        new_fingerprint=f"{originals._fingerprint}-{variant}-{VERSION}-{seed}",
+        # With a checksum of what is drawn: another rendering never finds the cache of this one.
+        new_fingerprint=f"{originals._fingerprint}-{variant}-{rendering_checksum(render_rows)}-{seed}",
         desc="rendering",
     )
+
+
+def rendering_checksum(render_rows: Callable) -> str:
+    """Of the image and mask that are drawn of one synthetic garment."""
+    ramp = np.arange(28 * 28).reshape(28, 28) % 256
+    rendered = render_rows([encode_png(ramp.astype(np.uint8))], [0], [0])
+    pixels = [decode_image(records[0], 3, 0) for records in rendered.values()]
+    return f"{zlib.crc32(b''.join(array.tobytes() for array in pixels if array is not None)):08x}"
 
 
 def encode_png(pixels: np.ndarray) -> dict:

@@ -13,6 +13,7 @@ from datasets.exceptions import DatasetsError
 
 from ..errors import DataError
 from .procedural import HELD_OUT_SEED, TRAIN_SEED, VARIANTS, ProceduralViews, render_dataset
+from .segmentation_folders import SegmentationFolder, find_segmentation_folder
 
 
 BUNDLED = "fashion_mnist_subset"
@@ -33,6 +34,7 @@ class ImageSplits:
         held_out_rule (`str`): Which images are held out, in words: a split of the data, or the rule for data without one.
         mask_column (`str`, *optional*): Images of the class of every pixel; 255 is ignored.
         mask_names (`list[str]`, *optional*): What the numbers in masks stand for, from 0 on.
+        mask_zero_is_ignored (`bool`): Class numbers in masks start at 1, as in ADE20K; [`EvaluationDataset`] lowers them.
         views (`ProceduralViews`, *optional*): Draws the images of training anew in every epoch; `train` has fixed views.
     """
 
@@ -44,6 +46,7 @@ class ImageSplits:
     label_column: str | None
     mask_column: str | None = None
     mask_names: list[str] | None = None
+    mask_zero_is_ignored: bool = False
     views: ProceduralViews | None = None
 
     def take(self, max_train_samples: int | None = None, max_eval_samples: int | None = None) -> "ImageSplits":
@@ -102,7 +105,14 @@ def load_image_splits(
     splits = ImageSplits(name, train, held_out, rule, image_column, label_column)
     if variant is not None and not streaming:
         return render_splits(splits, variant)
-    return replace(splits, mask_column=find_mask_column(train, image_column, mask_column))
+    folder = find_segmentation_folder(Path(dataset_path)) if dataset_path else None
+    folder = folder or SegmentationFolder({})
+    return replace(
+        splits,
+        mask_column=find_mask_column(train, image_column, mask_column),
+        mask_zero_is_ignored=folder.zero_is_ignored,
+        mask_names=folder.mask_names,
+    )
 
 
 def render_splits(splits: ImageSplits, variant: str) -> ImageSplits:
@@ -138,8 +148,9 @@ def load_splits(
     """The training split, the evaluation split if there is one, and a name for both without a local path in it.
 
     With neither a name nor a path, or with the name `bundled`: the bundled Fashion-MNIST subset, of whose variants (such as
-    `bundled:coloured`) these are the images that [`load_image_splits`] draws views of. A path may be a folder of images by class, a file or
-    folder of parquet, arrow or WebDataset tars, or a folder that `save_to_disk` wrote.
+    `bundled:coloured`) these are the images that [`load_image_splits`] draws views of. A path may be a folder of images by
+    class, a file or folder of parquet, arrow or WebDataset tars, images with masks (see `segmentation_folders.py`), or a
+    folder that `save_to_disk` wrote.
     """
     if dataset_name and dataset_path:
         raise DataError(f"Give a data set's name or a path, not both; got '{dataset_name}' and '{dataset_path}'.")
@@ -192,6 +203,9 @@ def load_path(path: Path, streaming: bool) -> dict | Dataset:
     builders = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
     if path.suffix not in builders:
         raise DataError(f"'{path.name}' is neither a folder nor a file of kind {', '.join(builders)}.")
+        if folder := find_segmentation_folder(path):
+            splits = folder.splits()
+            return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
     return load_dataset(builders[path.suffix], data_files={"train": str(path)}, streaming=streaming)
 
 

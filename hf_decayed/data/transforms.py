@@ -58,12 +58,14 @@ class CenterCropProcessor:
         return json.dumps({"middle, bicubic": self.size, "signed": self.signed})
 
 
-def center_crop(image: Image.Image | np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def center_crop(
+    image: Image.Image | np.ndarray, size: tuple[int, int], resample: Image.Resampling = Image.Resampling.BICUBIC
+) -> np.ndarray:
     """The middle of an image, brought to a size: `(height, width, channels)` bytes."""
     if isinstance(image, np.ndarray):
         image = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
     top, left, height, width = center_box(image.height, image.width, size)
-    image = image.resize(tuple(size)[::-1], Image.Resampling.BICUBIC, (left, top, left + width, top + height))
+    image = image.resize(tuple(size)[::-1], resample, (left, top, left + width, top + height))
     return np.asarray(image).reshape(*size, -1)
 
 
