@@ -1,10 +1,15 @@
 """Procedural views: keyed draws, exact masks, colours that can be seen, and training that draws them anew."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from conftest import TINY_SIZES, run_script
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
 from hf_decayed.data import procedural
 from hf_decayed.data.datasets import EvaluationDataset, TrainingImages
 from hf_decayed.data.latents import latent_images, pixel_images
@@ -241,3 +246,67 @@ def test_another_rendering_is_never_taken_from_the_cache(garments, monkeypatch):
     after = procedural.render_dataset(rows, "coloured", seed=1)
     assert before._fingerprint != after._fingerprint
     assert not np.array_equal(np.asarray(before[0]["image"]), np.asarray(after[0]["image"]))
+
+
+MAE = ["--dataset_name", "bundled:coloured", "--max_train_samples", 72, "--batch_size", 16, "--max_train_steps", 12]
+MAE += ["--eval_train_samples", 60, "--eval_test_samples", 40, "--checkpointing_steps", 5, "--crop_scale", 1, 1]
+MAE += ["--horizontal_flip", "false", "--cpu_threads", 1]
+for field in ("num_channels=3", "image_size=28", "hidden_size=32", "num_hidden_layers=2", "intermediate_size=64"):
+    MAE += ["--set", field]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_runs_resume_to_the_last_bit_and_processes_agree(tmp_path):
+    """Over the end of an epoch, after which views are drawn anew; another variant is another run."""
+
+    def weights(folder):
+        return load_file(tmp_path / folder / "model.safetensors")
+
+    def losses(folder):
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+    run_script("mae.py", *MAE, "--output_dir", tmp_path / "whole", "--log_every", 1)
+    checkpoint = min((tmp_path / "whole" / "checkpoints").iterdir())
+    resume = ["--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", checkpoint]
+    assert "resumed at step" in run_script("mae.py", *MAE, *resume).stdout
+    whole, resumed = weights("whole"), weights("resumed")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    run_script("mae.py", *MAE, "--output_dir", tmp_path / "two", "--log_every", 1, processes=2)
+    assert losses("two") == pytest.approx(losses("whole"), rel=1e-3)
+    assert "dataset" in run_script("mae.py", *MAE, *resume, "--dataset_name", "bundled:textured", code=2).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("script", ["uvit.py", "sit.py", "resnet.py", "finetune.py", "linear_probe.py"])
+def test_other_scripts_train_on_views(script, tmp_path):
+    flags = ["--dataset_name", "bundled:textured", "--max_train_samples", 40, "--output_dir", tmp_path / "out"]
+    flags += ["--cpu_threads", 1, "--max_train_steps", 2, "--batch_size", 16]
+    if script in ("uvit.py", "sit.py"):
+        flags += [
+            "--set",
+            "hidden_size=32",
+            "--set",
+            "num_layers=2",
+            "--set",
+            "patch_size=7",
+            "--set",
+            "in_channels=3",
+        ]
+        flags += ["--sample_steps", 2, "--eval_samples", 0, "--sample_images", 4]
+    else:
+        flags += ["--max_eval_samples", 40]
+    if script == "resnet.py":
+        flags += ["--set", "num_channels=3"]
+    if script in ("finetune.py", "linear_probe.py"):
+        DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES)).save_pretrained(tmp_path / "model")
+        flags = [tmp_path / "model", *flags]
+    if script == "linear_probe.py":
+        flags += ["--augment", "true", "--features_dir", tmp_path / "features"]
+    printed = run_script(script, *flags)
+    results = tmp_path / "out" / "results.json"
+    # A probe that stops at a step has no results yet.
+    assert script == "linear_probe.py" or json.loads(results.read_text())["dataset"]["name"] == "bundled:textured"
+    assert printed.returncode == 0
