@@ -18,17 +18,17 @@ from torch.nn import functional as F
 
 from .graphs import (
     TEMPERATURE,
-    GraphStack,
     check_grid,
     check_memory,
     check_tokens,
     concatenate_heads,
-    cosine_logits,
+    cosine_factors,
     describe,
     graph_stack,
     pooling_matrix,
-    query_key_logits,
+    query_key_factors,
     sparse_graph,
+    sum_of_walks,
     upsample_graph,
 )
 from .regions import Clusters, best_silhouette_clusters, k_means_clusters
@@ -46,7 +46,6 @@ from .solvers import (
 
 GRAPHS = ("qk", "vv", "features")
 HEADS = ("separate", "concatenated")
-CHUNK_ENTRIES = 2**24  # of graphs that are added up at a time: 64 MB
 
 
 @dataclass
@@ -210,6 +209,7 @@ class LayerSpectralClustering(ParametersMixin):
             raise ValueError(f"{self.n_clusters} clusters are more than the {self.grid_[0] * self.grid_[1]} patches.")
         self.embedding_ = solvers[self.solver](tokens)
         self.layers_ = tokens
+        vars(self).pop("projection_", None)  # of an earlier fit
         clusters = self.cluster()
         self.k_means_, self.silhouettes_ = clusters.k_means, clusters.silhouettes
         self.n_clusters_ = clusters.k_means.n_clusters
@@ -227,19 +227,26 @@ class LayerSpectralClustering(ParametersMixin):
     def transform(self, layers: Any, grid: Any = None) -> torch.Tensor:
         """Embedding of the patches of another image, `(patches, components)`, such as the next frame of a film.
 
-        Its patches take one step of the random walk into the fitted image. For the fitted image itself this is close to
-        `embedding_`, and the same if there is one symmetric graph of equal degrees.
+        Its patches take one step of the random walk into the fitted image, where they meet the embedding of its patches. The
+        linear map after it is the one that brings the fitted image itself closest to `embedding_`.
         """
         self.check_fitted()
         tokens = read_layers(layers, self.graph, self.heads, grid)
         if len(tokens) != len(self.layers_):
             raise ValueError(f"The fitted image has {len(self.layers_)} layers, this one {len(tokens)}.")
+        if not hasattr(self, "projection_"):
+            self.projection_ = torch.linalg.lstsq(self.walk(self.layers_), self.embedding_, driver="gelsd").solution
+        return self.walk(tokens) @ self.projection_
+
+    def walk(self, tokens: list[LayerTokens]) -> torch.Tensor:
+        """Mean embedding of the fitted patches that patches of another image walk to, `(patches, components)`."""
         fine = finest_grid([layer.grid for layer in tokens])
         total = torch.zeros(fine[0] * fine[1], self.embedding_.shape[1])
         for layer, fitted in zip(tokens, self.layers_):
-            logits = self.logits(LayerTokens(layer.rows, fitted.columns, layer.grid))
-            steps = logits.softmax(dim=-1).sum(dim=0)
-            total += spread(steps @ pool(self.targets, self.grid_, fitted.grid), layer.grid, fine)
+            entries = layer.rows.shape[2] * fitted.columns.shape[2]
+            check_memory(4 * 3 * entries, self.max_memory_gb, "The walk into the fitted image", "use a smaller image")
+            walks = sum_of_walks(*self.factors(LayerTokens(layer.rows, fitted.columns, layer.grid)))
+            total += spread(walks @ pool(self.embedding_, self.grid_, fitted.grid), layer.grid, fine)
         return total / sum(layer.rows.shape[1] for layer in tokens)
 
     def predict(self, layers: Any, grid: Any = None) -> torch.Tensor:
@@ -253,30 +260,27 @@ class LayerSpectralClustering(ParametersMixin):
             return best_silhouette_clusters(self.embedding_, range(2, 11), self.seed, self.n_init)
         return k_means_clusters(self.embedding_, self.n_clusters, self.seed, self.n_init)
 
-    def logits(self, layer: LayerTokens) -> torch.Tensor:
-        """`(heads, patches, patches)`, whose softmax is the row-normalised graph."""
+    def factors(self, layer: LayerTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors `(heads, patches, dim)`; the softmax of their product is the row-normalised graph."""
         if self.graph == "qk":
-            return query_key_logits(layer.rows[0], layer.columns[0])
-        return cosine_logits(layer.rows[0], layer.columns[0], self.temperature)
+            return query_key_factors(layer.rows[0], layer.columns[0])
+        return cosine_factors(layer.rows[0], layer.columns[0], self.temperature)
 
     def solve_exactly(self, tokens: list[LayerTokens]) -> torch.Tensor:
         """Eigenvectors of the mean of all graphs, which are added up a few at a time."""
         num_patches = self.grid_[0] * self.grid_[1]
-        needed = 4 * (8 * num_patches**2 + CHUNK_ENTRIES)
+        needed = 4 * 8 * num_patches**2
         instead = "choose solver='nystrom'" if self.graph != "qk" else "choose graph='vv' with solver='nystrom'"
         what = f"The averaged graph of {num_patches:,} x {num_patches:,} patches"
         check_memory(needed, self.max_memory_gb, what, f"{instead}, or a smaller image")
         total = torch.zeros(num_patches, num_patches)
         for layer in tokens:
-            heads_at_a_time = max(1, CHUNK_ENTRIES // layer.rows.shape[2] ** 2)
-            for rows, columns in zip(layer.rows[0].split(heads_at_a_time), layer.columns[0].split(heads_at_a_time)):
-                logits = self.logits(LayerTokens(rows[None], columns[None], layer.grid))
-                total += upsample_graph(logits.softmax(dim=-1).sum(dim=0), layer.grid, self.grid_)
+            total += upsample_graph(sum_of_walks(*self.factors(layer)), layer.grid, self.grid_)
         spectrum = exact_eigenvectors(total / sum(layer.rows.shape[1] for layer in tokens), self.n_components)
         return self.use_spectrum(spectrum)
 
     def use_spectrum(self, spectrum: Spectrum) -> torch.Tensor:
-        self.eigenvalues_, self.targets = spectrum.eigenvalues, spectrum.eigenvectors
+        self.eigenvalues_ = spectrum.eigenvalues
         return spectrum.eigenvectors * spectrum.eigenvalues
 
     def solve_by_gradient(self, tokens: list[LayerTokens]) -> torch.Tensor:
@@ -285,12 +289,12 @@ class LayerSpectralClustering(ParametersMixin):
         num_graphs = sum(layer.rows.shape[1] for layer in tokens)
         instead = "choose solver='eigh', heads='concatenated', fewer layers or a smaller image"
         check_memory(4 * 3 * entries, self.max_memory_gb, f"The {num_graphs} graphs of the gradient solver", instead)
-        stacks: list[GraphStack] = [graph_stack(self.logits(layer), layer.grid) for layer in tokens]
+        factors = [self.factors(layer) for layer in tokens]
+        stacks = [graph_stack(rows @ columns.mT, layer.grid) for (rows, columns), layer in zip(factors, tokens)]
         self.memberships_ = soft_memberships(
             stacks, self.n_components, self.grid_, self.parameterization, self.steps, self.learning_rate, self.seed
         )
-        self.targets = reorthogonalize(self.memberships_)
-        return self.targets
+        return reorthogonalize(self.memberships_)
 
     def solve_by_nystrom(self, tokens: list[LayerTokens]) -> torch.Tensor:
         """Approximate eigenvectors of the mean of all affinities, which is never stored."""

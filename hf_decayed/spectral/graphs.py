@@ -22,6 +22,7 @@ TEMPERATURE = 0.1
 # Degrees below this value count as this value: isolated patches get zero rows instead of a division by zero.
 MIN_DEGREE = 1e-8
 BYTES_PER_GB = 2**30
+CHUNK_ENTRIES = 2**20  # of graphs that are added up at a time: 4 MB, which a cache can hold
 
 
 def require_module(name: str) -> ModuleType:
@@ -83,19 +84,52 @@ def concatenate_heads(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.transpose(-3, -2).flatten(-2)
 
 
+def query_key_factors(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Q / sqrt(dim)` and `K`, whose product is the attention logits."""
+    return query * query.shape[-1] ** -0.5, key
+
+
+def cosine_factors(tokens: torch.Tensor, others: torch.Tensor, temperature: float = TEMPERATURE):
+    """Unit tokens divided by `temperature`, and unit tokens: the product is cosine similarities over `temperature`."""
+    return F.normalize(tokens, dim=-1) / temperature, F.normalize(others, dim=-1)
+
+
 def query_key_logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """`Q K^T / sqrt(dim)`, the attention logits: `(..., patches, patches)`."""
     query, key = check_tokens(query, "query"), check_tokens(key, "key")
     if query.shape[-1] != key.shape[-1] or query.shape[:-2] != key.shape[:-2]:
         raise ValueError(f"`query` and `key` do not match: {tuple(query.shape)} and {tuple(key.shape)}.")
-    return query @ key.mT * query.shape[-1] ** -0.5
+    rows, columns = query_key_factors(query, key)
+    return rows @ columns.mT
 
 
-def cosine_logits(tokens: torch.Tensor, others: torch.Tensor | None = None, temperature: float = TEMPERATURE):
-    """Cosine similarities divided by `temperature`: value-value and feature graphs, `(..., patches, other patches)`."""
-    tokens = F.normalize(check_tokens(tokens, "tokens"), dim=-1)
-    others = tokens if others is None else F.normalize(check_tokens(others, "others"), dim=-1)
-    return tokens @ others.mT / temperature
+def cosine_logits(tokens: torch.Tensor, temperature: float = TEMPERATURE) -> torch.Tensor:
+    """Cosine similarities of values or features, divided by `temperature`: `(..., patches, patches)`."""
+    tokens = check_tokens(tokens, "tokens")
+    rows, columns = cosine_factors(tokens, tokens, temperature)
+    return rows @ columns.mT
+
+
+def sum_of_walks(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Sum over heads of `softmax(rows columns^T)`, `(patches, other patches)`, in memory for a few heads at a time.
+
+    Buffers are used again: for large graphs, fetching fresh memory takes longer than the arithmetic.
+
+    Args:
+        rows, columns (`torch.Tensor`): `(heads, patches, dim)`, scaled by `query_key_factors` or `cosine_factors`.
+    """
+    size = rows.shape[1] * columns.shape[1]
+    step = min(len(rows), max(1, CHUNK_ENTRIES // size))
+    logits = torch.empty(step, rows.shape[1], columns.shape[1])
+    total = torch.zeros(rows.shape[1], columns.shape[1])
+    for first in range(0, len(rows), step):
+        last = min(first + step, len(rows))
+        chunk = logits[: last - first]
+        torch.bmm(rows[first:last], columns[first:last].mT, out=chunk)
+        torch.softmax(chunk, dim=-1, out=chunk)
+        for head in chunk:
+            total += head
+    return total
 
 
 def affinity(logits: torch.Tensor) -> torch.Tensor:
@@ -186,6 +220,7 @@ def sparse_graph(
     rows = F.normalize(check_tokens(rows, "tokens"), dim=-1)
     columns = rows if columns is None else F.normalize(check_tokens(columns, "tokens"), dim=-1)
     num_images, num_patches, _ = rows.shape
+    rounds = rounds if num_images > images_per_batch else 1
     parts: list[tuple[torch.Tensor, ...]] = []
     for images in image_batches(num_images, images_per_batch, rounds, generator):
         patches = (images.unsqueeze(1) * num_patches + torch.arange(num_patches)).flatten()
@@ -206,7 +241,7 @@ def image_batches(
 ) -> Iterator[torch.Tensor]:
     """Indices of images in random batches of nearly equal size, all images once per round."""
     batches = -(-num_images // images_per_batch)
-    for _ in range(rounds if batches > 1 else 1):
+    for _ in range(rounds):
         yield from torch.randperm(num_images, generator=generator).tensor_split(batches)
 
 

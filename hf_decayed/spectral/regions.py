@@ -67,6 +67,8 @@ def best_silhouette_clusters(
             f"A silhouette needs 2 clusters and more points than clusters; there are {len(points)} points."
         )
     array = check_points(points)
+    if not np.ptp(array, axis=0).any():
+        raise ValueError("All points are equal: there is nothing to cluster.")
     sample = np.arange(len(array))
     if len(array) > MAX_SILHOUETTE_POINTS:
         sample = np.random.default_rng(seed).choice(len(array), MAX_SILHOUETTE_POINTS, replace=False)
@@ -77,13 +79,13 @@ def best_silhouette_clusters(
     for number in candidates:
         clusters = k_means_clusters(points, number, seed, n_init)
         labels = clusters.labels.numpy()[sample]
-        if not 2 <= len(np.unique(labels)) < len(labels):  # equal points: fewer clusters than asked for
+        if not 2 <= len(np.unique(labels)) < len(labels):  # of a sample, or of points that are equal
             continue
         silhouettes[number] = float(metrics.silhouette_score(distances, labels, metric="precomputed"))
         if best is None or silhouettes[number] > max(best.silhouettes.values()):
             best = Clusters(clusters.labels, clusters.k_means, {number: silhouettes[number]})
     if best is None:
-        raise ValueError("All points are equal: there is nothing to cluster.")
+        raise ValueError("Too few points are different: no number of clusters has a silhouette.")
     best.silhouettes = silhouettes
     return best
 

@@ -180,18 +180,23 @@ def association(memberships: torch.Tensor, stack: GraphStack) -> tuple[torch.Ten
     Returns:
         `(graphs, channels)`, and `(channels, channels)` with ones on the diagonal (one per graph for symmetric graphs).
     """
-    pooled = F.adaptive_avg_pool2d(memberships, stack.grid).flatten(1)  # (channels, patches)
+    pooled = pool_maps(memberships, stack.grid).flatten(1)  # (channels, patches)
     if stack.sqrt_degrees is not None:
         pooled = pooled * stack.sqrt_degrees.unsqueeze(1)  # (graphs, channels, patches)
     vectors = F.normalize(pooled, dim=-1).transpose(-2, -1)  # (..., patches, channels)
     return quadratic_form(vectors, stack.matrices), vectors.mT @ vectors
 
 
+def pool_maps(maps: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """Maps `(..., height, width)` on another, coarser grid, by adaptive average pooling."""
+    return maps if tuple(maps.shape[-2:]) == tuple(grid) else F.adaptive_avg_pool2d(maps, grid)
+
+
 def quadratic_form(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """`z_c^T P z_c` per graph and channel, differentiable in `vectors` alone.
 
     The gradient is `(P + P^T) z`. For symmetric matrices it is twice the product that the value needs, so the backward pass
-    multiplies by no matrix: `matrices` must be symmetric, as `symmetric_part` makes them.
+    multiplies by no matrix: `matrices` must be symmetric, as `symmetric_parts` makes them.
     """
     with torch.no_grad():
         products = matrices @ vectors
@@ -199,9 +204,18 @@ def quadratic_form(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tenso
     return 2 * halves - halves.detach()
 
 
-def symmetric_part(stack: GraphStack) -> GraphStack:
-    """The graphs as `(P + P^T) / 2`, which have the same quadratic forms."""
-    return GraphStack((stack.matrices + stack.matrices.mT) / 2, stack.grid, stack.sqrt_degrees)
+def symmetric_parts(stacks: Sequence[GraphStack]) -> list[GraphStack]:
+    """The graphs as `(P + P^T) / 2`, which have the same quadratic forms, in one stack per grid: fewer and larger products."""
+    groups: dict[tuple, list[GraphStack]] = {}
+    for stack in stacks:
+        groups.setdefault((stack.grid, stack.sqrt_degrees is None), []).append(stack)
+    result = []
+    for (grid, row_normalized), group in groups.items():
+        matrices = torch.cat([stack.matrices for stack in group])
+        matrices = matrices.add_(matrices.mT.clone()).mul_(0.5)
+        sqrt_degrees = None if row_normalized else torch.cat([stack.sqrt_degrees for stack in group])
+        result.append(GraphStack(matrices, grid, sqrt_degrees))
+    return result
 
 
 def soft_cut_loss(
@@ -214,7 +228,7 @@ def soft_cut_loss(
 
     Args:
         memberships (`torch.Tensor`): `(channels, height, width)`, non-negative, on the finest grid.
-        stacks: Graphs with symmetric matrices (`symmetric_part`).
+        stacks: Graphs with symmetric matrices (`symmetric_parts`).
     """
     num_graphs = sum(len(stack.matrices) for stack in stacks)
     distances = penalties = torch.zeros(())
@@ -289,7 +303,7 @@ def soft_memberships(
     grid = grid or finest_grid([stack.grid for stack in stacks])
     check_components(n_components, grid[0] * grid[1])
     network_class, default_rate, default_steps = PARAMETERIZATIONS[parameterization]
-    stacks = [symmetric_part(stack) for stack in stacks]
+    stacks = symmetric_parts(stacks)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         network = network_class(n_components, grid).to(stacks[0].matrices.device)
@@ -362,7 +376,7 @@ def dataset_loss(
     """
     total = torch.zeros(())
     for graph, sqrt_degrees, grid in graphs:
-        pooled = F.adaptive_avg_pool2d(memberships, grid).transpose(0, 1).flatten(1)  # (channels, all patches)
+        pooled = pool_maps(memberships, grid).transpose(0, 1).flatten(1)  # (channels, all patches)
         vectors = F.normalize(pooled * sqrt_degrees, dim=-1).T
         products = torch.from_numpy(graph @ vectors.detach().numpy())
         halves = (vectors * products).sum(dim=0)
