@@ -461,8 +461,8 @@ def test_a_damaged_checkpoint_is_passed_over(name, damage, finished, tmp_path):
         newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
     damage_file(newest / name, damage, random.Random(f"{name} {damage}"))
     flags = [*flags, "--output_dir", tmp_path / "out", "--resume_from_checkpoint"]
-    refused = run_script("mae.py", *flags, newest, code=2).stderr
-    assert "is not a complete checkpoint: " in refused.strip().splitlines()[-1] and "Traceback" not in refused
+    with pytest.raises(UserError, match="is not a complete checkpoint: "):
+        find_checkpoint(str(newest), tmp_path)
     resumed = run_script("mae.py", *flags, "latest")
     assert "Skipping the checkpoint 'step-00000012'" in resumed.stderr and "resumed at step 9" in resumed.stdout
     expected, weights_now = weights(folder), weights(tmp_path / "out")
@@ -473,17 +473,20 @@ def test_every_damage_of_a_checkpoint_is_noticed(finished, tmp_path):
     """1,000 bits and cuts, spread over all files."""
     source, rng = finished[0] / "checkpoints" / "step-00000012", random.Random("damage")
     assert find_damage(source) is None
+    flags = [*finished[1], "--output_dir", tmp_path / "out", "--resume_from_checkpoint"]
     copy = shutil.copytree(source, tmp_path / "step-00000012")
     for number in range(1000):
         name, damage = rng.choice(CHECKPOINT_FILES), rng.choice(["flipped", "flipped", "truncated", "deleted"])
         damage_file(copy / name, damage, rng)
         problem = find_damage(copy)
         assert problem and "\n" not in problem, (number, name, damage)
-        shutil.copyfile(source / name, copy / name)
         with pytest.raises(UserError, match="is not a complete checkpoint"):
-            (copy / name).rename(copy / f"{name}.moved")
             find_checkpoint(str(copy), tmp_path)
-        (copy / f"{name}.moved").rename(copy / name)
+        if number == 0:
+            refused = run_script("mae.py", *flags, copy, code=2).stderr
+            assert "is not a complete checkpoint: " in refused.strip().splitlines()[-1]
+            assert "Traceback" not in refused
+        shutil.copyfile(source / name, copy / name)
     assert find_damage(copy) is None
 
 
@@ -504,7 +507,7 @@ def test_damage_beside_the_checkpoints_stops_nothing(name, damage, finished, tmp
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number, kilobytes", enumerate([1, 2, 5, 10, 20, 40, 80, 160, 320, 640]))
+@pytest.mark.parametrize("number, kilobytes", list(enumerate([1, 2, 5, 10, 20, 40, 80, 160, 320, 640])))
 def test_a_full_disk_loses_nothing(number, kilobytes, pretrained, tmp_path):  # noqa: F811
     """No file may grow past a size. Then there is room again, and the run ends as if there had always been."""
     script = list(SCRIPTS)[number % len(SCRIPTS)]
