@@ -331,8 +331,7 @@ def nystrom_spectrum(
     heads = [head.flatten(0, 1) for layer in normalized for head in layer.unbind(dim=1)]
     kernel = partial(mean_cosine_affinity, sizes=[head.shape[1] for head in heads], temperature=temperature)
     joined = heads[0] if len(heads) == 1 else torch.cat(heads, dim=1)
-    landmarks = min(512, len(joined))
-    return nystrom_eigenvectors(joined, n_components, kernel, landmarks, generator=torch.Generator().manual_seed(seed))
+    return nystrom_eigenvectors(joined, n_components, kernel, generator=torch.Generator().manual_seed(seed))
 
 
 def mean_cosine_affinity(

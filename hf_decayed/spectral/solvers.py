@@ -20,7 +20,7 @@ from .graphs import MIN_DEGREE, GraphStack, image_batches, require_module, symme
 # 2-15 ms at 196 patches, 60 ms against 15-80 ms at 1,024), and it does not depend on a start vector.
 MAX_DENSE_SIZE = 2048
 # Landmark kernels have eigenvalues near zero, whose inverse would amplify rounding errors.
-NYSTROM_TOLERANCE = 1e-5
+NYSTROM_TOLERANCE = 1e-4
 
 
 @dataclass
@@ -116,34 +116,31 @@ def nystrom_eigenvectors(
     """Leading eigenvectors of a graph that is never stored: a rank-`num_landmarks` approximation from random landmarks.
 
     With the affinities `C` of all patches to the landmarks and `M` among landmarks, the graph is `C M^-1 C^T`. `C` is
-    computed in chunks, twice, so that memory is that of the tokens and of the result.
+    computed in chunks, three times, so that memory is that of the tokens and of the result.
 
     Args:
         tokens (`torch.Tensor`): `(patches, dim)`.
         affinity (`Callable`): `affinity(tokens, landmarks)`, a positive semi-definite kernel such as exp(cosine / temperature).
     """
-    check_components(n_components, min(len(tokens), num_landmarks))
+    num_landmarks = min(num_landmarks, len(tokens))
+    check_components(n_components, num_landmarks)
     chosen = torch.randperm(len(tokens), generator=generator)[:num_landmarks]
     landmarks, chunks = tokens[chosen], tokens.split(chunk_size)
-    root = inverse_root(affinity(landmarks, landmarks))  # M^-1/2
-    feature_sum = sum((affinity(chunk, landmarks) @ root).sum(dim=0).double() for chunk in chunks)
-    covariance = torch.zeros(root.shape[1], root.shape[1], dtype=torch.float64)
-    sqrt_degrees = []
+    root = inverse_root(affinity(landmarks, landmarks))  # M^-1/2 in double precision
+    column_sums = sum(affinity(chunk, landmarks).sum(dim=0).double() for chunk in chunks)
+    degree_weights = root @ (root.T @ column_sums)  # degrees are C M^-1 C^T 1
+    gram, degrees = torch.zeros(len(landmarks), len(landmarks), dtype=torch.float64), []
     for chunk in chunks:
-        features = affinity(chunk, landmarks) @ root  # C M^-1/2
-        degrees = (features.double() @ feature_sum).clamp_min(MIN_DEGREE)
-        sqrt_degrees.append(degrees.sqrt())
-        scaled = features.double() / sqrt_degrees[-1].unsqueeze(1)
-        covariance += scaled.T @ scaled
-    values, rotation = torch.linalg.eigh(covariance)
+        affinities = affinity(chunk, landmarks)
+        degrees.append((affinities @ degree_weights.float()).clamp_min(MIN_DEGREE))
+        gram += affinities.T @ (affinities / degrees[-1].unsqueeze(1))
+    values, rotation = torch.linalg.eigh(root.T @ gram @ root)
     values, rotation = values.flip(0)[:n_components], rotation.flip(1)[:, :n_components]
-    projection = root @ (rotation / values.clamp_min(1e-12).sqrt()).float()
-    parts = [affinity(chunk, landmarks) @ projection for chunk in chunks]
-    norm = torch.cat(sqrt_degrees).norm().float()
-    vectors = [
-        part / degrees.float().unsqueeze(1) * norm / degrees.float().unsqueeze(1)
-        for part, degrees in zip(parts, sqrt_degrees)
-    ]
+    projection = (root @ (rotation * values.clamp_min(1e-12).rsqrt())).float()
+    total = torch.cat(degrees).double().sum().sqrt().float()
+    vectors = [affinity(chunk, landmarks) @ projection for chunk in chunks]
+    # D^-1/2 twice: of the graph, and of its eigenvectors.
+    vectors = [part * (total / degree).unsqueeze(1) for part, degree in zip(vectors, degrees)]
     return Spectrum(values.float(), fix_signs(torch.cat(vectors)))
 
 
@@ -151,7 +148,7 @@ def inverse_root(kernel: torch.Tensor) -> torch.Tensor:
     """`M^-1/2` of a positive semi-definite matrix, without its smallest eigenvalues: `(landmarks, rank)`."""
     values, vectors = torch.linalg.eigh(kernel.double())
     large = values > values[-1] * NYSTROM_TOLERANCE
-    return (vectors[:, large] * values[large].rsqrt()).float()
+    return vectors[:, large] * values[large].rsqrt()
 
 
 def reorthogonalize(memberships: torch.Tensor, unit_columns: bool = True) -> torch.Tensor:
