@@ -111,17 +111,59 @@ def save_heat_maps(
     size = (max(4.5, 1.6 + 0.62 * len(noise_levels)), 1.2 + 0.3 * len(blocks))
     figure, axes = pyplot.subplots(1, len(cells), figsize=(size[0] * len(cells), size[1]), squeeze=False)
     for axis, (name, rows) in zip(axes[0], cells.items()):
-        values = np.asarray(rows) * (100 if name.endswith("accuracy") else 1)
+        is_share = name.endswith("accuracy") or "miou" in name
+        values = np.asarray(rows) * (100 if is_share else 1)
         draw_heat_map(axis, values, noise_levels, values.min(), values.max())
-        if name.endswith("accuracy"):
+        if is_share and not name.startswith("position"):
             row, column = np.unravel_index(values.argmax(), values.shape)
             axis.add_patch(pyplot.Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="red", linewidth=2))
-        unit = " (%)" if name.endswith("accuracy") else ""
+        unit = " (%)" if is_share else ""
         axis.set(title=name.replace("_", " ") + unit, xlabel=label)
         axis.set_yticks(range(len(blocks)), blocks, fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def save_what_and_where(path: Path, models: dict[str, dict[str, dict[str, float]]]) -> None:
+    """How much of "what" and of "where" the patches of every layer hold, one curve per model.
+
+    Args:
+        models (`dict`): Rows of metrics by name of the feature, by name of the model; rows of `<layer>.patches` are drawn.
+    """
+    pyplot = require_matplotlib()
+    panels = {
+        "cluster_miou": "what: cluster mIoU, Hungarian (%)",
+        "patch_accuracy": "what: class of a patch, linear probe (%)",
+        "position_accuracy": "where: position of a patch, linear probe (%)",
+    }
+    layers = {
+        label: {int(name.removesuffix(".patches")): row for name, row in rows.items() if is_patch_layer(name)}
+        for label, rows in models.items()
+    }
+    shown = [metric for metric in panels if any(metric in row for rows in layers.values() for row in rows.values())]
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(3.9 * len(shown), 3.2), squeeze=False)
+    for axis, metric in zip(axes[0], shown):
+        for label, rows in layers.items():
+            depths = [depth for depth in sorted(rows) if metric in rows[depth]]
+            values = np.array([100 * rows[depth][metric] for depth in depths])
+            (line,) = axis.plot(depths, values, marker=".", label=label)
+            spread = np.array([100 * rows[depth].get(f"{metric}_spread", 0.0) for depth in depths])
+            axis.fill_between(depths, values - spread, values + spread, color=line.get_color(), alpha=0.2)
+        axis.set(title=panels[metric], xlabel="layer (0: embedding)")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    if len(models) > 1:
+        axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def is_patch_layer(name: str) -> bool:
+    """Whether a feature is `<number>.patches`, the dense feature of a layer."""
+    return name.endswith(".patches") and name.removesuffix(".patches").isdecimal()
 
 
 def draw_heat_map(axis, values: np.ndarray, columns: list[float], low: float, high: float) -> None:

@@ -180,7 +180,7 @@ def test_every_module_is_imported(python):
         ("card", "written: "),
         ("publish", "nothing was pushed to user/decayed-uvit"),
         ("evaluate", "knn"),
-        ("blocks", f"no heat map: {MATPLOTLIB_SENTENCE}"),
+        ("blocks", f"no picture: {MATPLOTLIB_SENTENCE}"),
     ],
 )
 def test_command_works(results, folder, name, output):

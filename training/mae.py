@@ -169,6 +169,7 @@ def main():
     # End.
     run.save(evaluated)
     measured = run.evaluate(monitor, evaluated, "reconstructions")
+    patches = monitor.evaluate_patches(evaluated)
     results = run.results(
         {
             "knn_accuracy": measured.get("knn_accuracy"),
@@ -176,6 +177,8 @@ def main():
             "knn_accuracy_untrained": untrained.get("knn_accuracy"),
             "effective_rank": measured["effective_rank"],
             "effective_rank_untrained": untrained["effective_rank"],
+            "patches": patches.get("last.patches"),
+            "patches_pixels": patches.get("pixels.patches"),
             "skip_use": {name.removeprefix("skip_use_"): measured[name] for name in measured if "skip_use" in name},
             "started_from": options.init_from and Path(options.init_from).name,
             "dataset": {
@@ -236,6 +239,15 @@ def summary(results: dict) -> str:
     def percent(value):
         return "none (no labels)" if value is None else f"{100 * value:.1f} %"
 
+    def patches(metric):
+        trained, pixels = results["patches"], results["patches_pixels"]
+        return f"{percent(trained[metric])} (raw pixels {percent(pixels[metric])})"
+
+    patch_metrics = {
+        "cluster_miou": "patches: segmentation ",
+        "patch_accuracy": "patches: class        ",
+        "position_accuracy": "patches: position     ",
+    }
     skips = ", ".join(f"{increase:+.4f} (layer {layer})" for layer, increase in results["skip_use"].items())
     return "\n".join(
         [
@@ -244,6 +256,7 @@ def summary(results: dict) -> str:
             f"knn_accuracy_untrained   {percent(results['knn_accuracy_untrained'])}",
             f"knn_accuracy_pixels      {percent(results['knn_accuracy_pixels'])}",
             f"effective_rank           {results['effective_rank']:.3f} (untrained {results['effective_rank_untrained']:.3f})",
+            *(f"{label}   {patches(name)}" for name, label in patch_metrics.items() if name in (results["patches"] or {})),
             f"loss without a skip      {skips or 'none (no skips)'}",
             f"time                     {results['seconds']:.0f} s, {results['steps']} steps",
         ]

@@ -18,7 +18,11 @@ def add_data_arguments(parser: argparse.ArgumentParser):
     )
     data.add_argument("--dataset_config", help="configuration of the data set")
     data.add_argument("--train_split", default="train")
-    data.add_argument("--eval_split", help="held-out split; by default validation, val or test, whichever comes first")
+    data.add_argument(
+        "--eval_split",
+        help="held-out split; by default validation, val or test, whichever comes first; `held_out` is one in ten of the "
+        "training images, to choose settings by without a look at the others",
+    )
     data.add_argument("--image_column_name", help="by default the only column of images")
     data.add_argument("--label_column_name", help="by default the only column of class labels")
     data.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop", help="that cannot be decoded")

@@ -123,7 +123,7 @@ def encode_batch(encode: Encoder, batch: dict, accelerator: Accelerator) -> dict
     with accelerator.autocast():
         features = encode(batch["pixel_values"].to(accelerator.device), batch["indices"].tolist())
     features = {name: feature.float().cpu() for name, feature in features.items()}
-    return {**features, "labels": batch["labels"], "checksums": batch["checksums"]}
+    return {**features, **{name: batch[name] for name in ("labels", "checksums", "masks") if name in batch}}
 
 
 def concatenate(parts: list[dict[str, torch.Tensor]], source: str) -> dict[str, torch.Tensor]:

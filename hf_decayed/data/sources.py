@@ -18,6 +18,7 @@ from .segmentation_folders import SegmentationFolder, find_segmentation_folder
 
 BUNDLED = "fashion_mnist_subset"
 MASK_COLUMNS = ("mask", "masks", "segmentation", "segmentation_mask", "annotation")
+FROM_TRAINING = "held_out"  # as an evaluation split: some of the training images, although there is a split for it
 HELD_OUT_ONE_IN = 10
 HELD_OUT_RULE = (
     f"images whose bytes (in an image folder: folder and file name) have a CRC-32 divisible by {HELD_OUT_ONE_IN}"
@@ -33,8 +34,8 @@ class ImageSplits:
         name (`str`): Without a local path in it.
         held_out_rule (`str`): Which images are held out, in words: a split of the data, or the rule for data without one.
         mask_column (`str`, *optional*): Images of the class of every pixel; 255 is ignored.
-        mask_names (`list[str]`, *optional*): What the numbers in masks stand for, from 0 on.
         mask_zero_is_ignored (`bool`): Class numbers in masks start at 1, as in ADE20K; [`EvaluationDataset`] lowers them.
+        mask_names (`list[str]`, *optional*): What the numbers in masks stand for, from 0 on.
         views (`ProceduralViews`, *optional*): Draws the images of training anew in every epoch; `train` has fixed views.
     """
 
@@ -45,8 +46,8 @@ class ImageSplits:
     image_column: str
     label_column: str | None
     mask_column: str | None = None
-    mask_names: list[str] | None = None
     mask_zero_is_ignored: bool = False
+    mask_names: list[str] | None = None
     views: ProceduralViews | None = None
 
     def take(self, max_train_samples: int | None = None, max_eval_samples: int | None = None) -> "ImageSplits":
@@ -96,7 +97,10 @@ def load_image_splits(
     variant = bundled_variant(dataset_name, dataset_path)
     if streaming and variant not in (None, "grey"):
         raise DataError(f"'{dataset_name}' is drawn in memory and cannot be streamed: leave out --streaming.")
-    train, held_out, name = load_splits(dataset_name, dataset_config, dataset_path, train_split, eval_split, streaming)
+    own_split = None if eval_split == FROM_TRAINING else eval_split
+    train, held_out, name = load_splits(dataset_name, dataset_config, dataset_path, train_split, own_split, streaming)
+    if eval_split == FROM_TRAINING:
+        held_out = None
     image_column, label_column = find_columns(train, image_column, label_column, mask_column)
     rule = "the evaluation split"
     if held_out is None:
@@ -199,13 +203,13 @@ def load_path(path: Path, streaming: bool) -> dict | Dataset:
                 return saved
             splits = saved if isinstance(saved, dict) else {"train": saved}
             return {name: split.to_iterable_dataset() for name, split in splits.items()}
+        if folder := find_segmentation_folder(path):
+            splits = folder.splits()
+            return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
         return load_dataset(str(path), streaming=streaming)
     builders = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
     if path.suffix not in builders:
         raise DataError(f"'{path.name}' is neither a folder nor a file of kind {', '.join(builders)}.")
-        if folder := find_segmentation_folder(path):
-            splits = folder.splits()
-            return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
     return load_dataset(builders[path.suffix], data_files={"train": str(path)}, streaming=streaming)
 
 

@@ -16,8 +16,9 @@ from ..data.sources import ImageSplits, load_image_splits
 from ..errors import UserError, explain_loading_errors, format_error
 from ..provenance import pipeline_fingerprint, public_config, sanitized_command, versions
 from .arguments import parse_arguments
-from .blocks import evaluate_blocks
-from .encoders import FEATURE_METRICS, FeatureMetrics, evaluate_encoder
+from .blocks import evaluate_block_patches, evaluate_blocks
+from .dense import DENSE_METRICS, DenseMetrics, evaluate_patches, split_features
+from .encoders import POOLED_METRICS, FeatureMetrics, evaluate_encoder
 from .features import Extraction, hash_json, pipeline_network
 from .generation import SampledImages, SampleMetrics, evaluate_samples, require_inception
 from .sampling import load_pipeline, sample
@@ -51,19 +52,24 @@ def evaluate(arguments: list[str] | None = None) -> str:
         numbers = ", ".join(f"{number} of {split}" for split, number in skipped.items())
         lines.append(f"skipped {sum(skipped.values())} images that cannot be decoded: {numbers}")
     lines.append(f"{options.output}: protocol {results['protocol_hash']}, {results['seconds']:.0f} s")
-    if "grid" in results:
-        lines.append(save_heat_map(options.output.with_suffix(".png"), results["grid"]))
+    lines += save_pictures(options.output.with_suffix(".png"), results)
     return "\n".join(lines)
 
 
-def save_heat_map(path: Path, grid: dict) -> str:
-    from ..plots import save_heat_maps
+def save_pictures(path: Path, results: dict) -> list[str]:
+    """Draws what the results have a picture for; returns a line that says where it is."""
+    from ..plots import is_patch_layer, save_heat_maps, save_what_and_where
 
     try:
-        save_heat_maps(path, **grid)
+        if "grid" in results:
+            save_heat_maps(path, **results["grid"])
+            return [f"heat map: {path}"]
+        if sum(map(is_patch_layer, results["rows"])) > 1:
+            save_what_and_where(path, {results["model"]: results["rows"]})
+            return [f"what and where against depth: {path}"]
     except UserError as error:  # without matplotlib; the numbers are written
-        return f"no heat map: {format_error(error)}"
-    return f"heat map: {path}"
+        return [f"no picture: {format_error(error)}"]
+    return []
 
 
 def run_encoder(options: argparse.Namespace, accelerator: Accelerator) -> dict:
@@ -71,33 +77,70 @@ def run_encoder(options: argparse.Namespace, accelerator: Accelerator) -> dict:
     with explain_loading_errors(options.model):
         model = AutoModel.from_pretrained(options.model, dtype=getattr(torch, options.dtype), **origin)
         processor = AutoImageProcessor.from_pretrained(options.model, **origin)
-    return evaluate_encoder(
-        model,
-        processor,
-        load_splits(options, accelerator, options.max_eval_samples),
-        "all_layers" if options.features == ["all_layers"] else options.features,
-        feature_metrics(options),
-        extraction(options),
-        accelerator,
-        options.pixels,
-    )
-
-
-def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
-    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code, options.vae)
-    pipeline.to(accelerator.device)
-    if set(options.metrics) <= set(FEATURE_METRICS):
-        pipeline_network(pipeline).to(getattr(torch, options.dtype))
-        return evaluate_blocks(
-            pipeline,
-            load_splits(options, accelerator, options.max_eval_samples),
-            options.blocks,
-            options.noise_levels,
+    splits = load_splits(options, accelerator, options.max_eval_samples)
+    names: dict = {"pooled": options.features, "dense": options.features}
+    if options.features == ["all_layers"]:
+        names = {"pooled": "all_layers", "dense": "all_layers"}
+    elif options.features:
+        names["pooled"], names["dense"] = split_features(options.features)
+    results: dict = {}
+    if set(options.metrics) & set(POOLED_METRICS):
+        results = evaluate_encoder(
+            model,
+            processor,
+            splits,
+            names["pooled"],
             feature_metrics(options),
             extraction(options),
             accelerator,
             options.pixels,
         )
+    if set(options.metrics) & set(DENSE_METRICS):
+        dense = evaluate_patches(
+            model,
+            processor,
+            splits,
+            names["dense"],
+            dense_metrics(options),
+            extraction(options),
+            accelerator,
+            options.pixels,
+        )
+        results = merge_results(results, dense)
+    return results
+
+
+def merge_results(pooled: dict, dense: dict) -> dict:
+    """Results of pooled and dense features as one; `dense_dataset` says which images the dense ones are of."""
+    if not pooled:
+        return dense
+    return {
+        **pooled,
+        "rows": {**pooled["rows"], **dense["rows"]},
+        "protocol": {**dense["protocol"], **pooled["protocol"]},
+        "dense_dataset": dense["dataset"],
+    }
+
+
+def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
+    pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code, options.vae)
+    pipeline.to(accelerator.device)
+    if set(options.metrics) <= {*POOLED_METRICS, *DENSE_METRICS}:
+        pipeline_network(pipeline).to(getattr(torch, options.dtype))
+        dense = set(options.metrics) <= set(DENSE_METRICS)
+        if not dense and not set(options.metrics) <= set(POOLED_METRICS):
+            raise UserError(
+                "Blocks and their patches are evaluated one at a time: --metrics segmentation,where alone."
+            )
+        arguments = (
+            pipeline,
+            load_splits(options, accelerator, options.max_eval_samples),
+            options.blocks,
+            options.noise_levels,
+        )
+        if dense:
+            return evaluate_block_patches(*arguments, dense_metrics(options), extraction(options), accelerator)
+        return evaluate_blocks(*arguments, feature_metrics(options), extraction(options), accelerator, options.pixels)
     if options.feature_net == "inception":
         require_inception()  # before the samples are drawn, which takes long
     settings = {
@@ -169,6 +212,10 @@ def training_held_out_rule(model: Path, dataset_name: str) -> str | None:
 def feature_metrics(options: argparse.Namespace) -> FeatureMetrics:
     temperature = None if options.temperature == 0 else options.temperature
     return FeatureMetrics(options.metrics, options.k, temperature, options.probe_protocol, options.seed)
+
+
+def dense_metrics(options: argparse.Namespace) -> DenseMetrics:
+    return DenseMetrics(options.metrics, options.num_clusters, max_images=options.dense_images, seed=options.seed)
 
 
 def extraction(options: argparse.Namespace) -> Extraction:

@@ -15,7 +15,8 @@ from ..command_line import (
 )
 from ..data.arguments import add_data_arguments
 from .blocks import NOISE_LEVELS
-from .encoders import FEATURE_METRICS
+from .dense import DENSE_METRICS
+from .encoders import FEATURE_METRICS, POOLED_METRICS
 from .generation import SAMPLE_METRICS
 from .linear_probe import PROTOCOLS
 
@@ -24,7 +25,8 @@ DESCRIPTION = """\
 Evaluates a model: the features of an encoder or a diffusion model, or the samples of a pipeline.
 
 MODEL is one of
-  a folder or repository that AutoModel loads: kNN accuracy, linear probe and effective rank of its features;
+  a folder or repository that AutoModel loads: kNN accuracy, linear probe and effective rank of its features; or, by
+    --metrics segmentation,where, unsupervised segmentation by its patches and how well they tell their position;
   a folder or repository that DiffusionPipeline loads: Frechet and kernel distance, precision, recall, density and coverage of
     its samples; or, by --metrics knn,linear,rank, the features of every block at every noise level, with a heat map;
   a folder or .npz file of samples.
@@ -35,6 +37,7 @@ EXAMPLES = """\
 examples:
   hf-decayed evaluate outputs/mae
   hf-decayed evaluate outputs/mae --features all_layers --metrics knn,rank
+  hf-decayed evaluate outputs/mae --features all_layers --metrics segmentation,where
   hf-decayed evaluate outputs/uvit --num_samples 2000 --feature_net facebook/dinov2-base
   hf-decayed evaluate outputs/uvit --metrics linear --noise_levels 0,0.05,0.1,0.2
 several processes:
@@ -76,8 +79,8 @@ def build_parser() -> OneLineParser:
     metrics.add_argument(
         "--metrics",
         type=comma_separated,
-        help=f"comma-separated; of features {','.join(FEATURE_METRICS)}, of samples {','.join(SAMPLE_METRICS)}; by default "
-        "all of features for an encoder, all of samples for a pipeline",
+        help=f"comma-separated; of features {','.join(POOLED_METRICS)}, of patches {','.join(DENSE_METRICS)}, of samples "
+        f"{','.join(SAMPLE_METRICS)}; by default {','.join(FEATURE_METRICS)} for an encoder, all of samples for a pipeline",
     )
     metrics.add_argument("--seed", type=non_negative_int, default=0)
     metrics.add_argument("--batch_size", type=positive_int, default=64)
@@ -94,8 +97,9 @@ def add_feature_arguments(parser: argparse.ArgumentParser) -> None:
     features.add_argument(
         "--features",
         type=comma_separated,
-        help="of an encoder: comma-separated <layer>.<pooling>, such as last.mean,6.cls; `all_layers` is the model's own "
-        "pooling at every depth; by default the model's own pooling, and the class token",
+        help="of an encoder: comma-separated <layer>.<pooling>, such as last.mean,6.cls,last.patches; `all_layers` is the "
+        "model's own pooling, or patches, at every depth; by default the model's own pooling and the class token of the last "
+        "layer, or its patches",
     )
     features.add_argument(
         "--blocks",
@@ -108,6 +112,12 @@ def add_feature_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(NOISE_LEVELS),
         help="of a diffusion model, comma-separated: data 0, noise 1; by default "
         + ",".join(f"{level:g}" for level in NOISE_LEVELS),
+    )
+    features.add_argument(
+        "--dense_images", type=positive_int, default=2000, help="images of each split whose patches are evaluated"
+    )
+    features.add_argument(
+        "--num_clusters", type=positive_int, default=27, help="of k-means over all patches, for segmentation"
     )
     features.add_argument("--pixels", type=boolean, default=True, help="evaluate raw pixels too (default: true)")
     features.add_argument("--k", type=positive_int, default=20, help="neighbours of kNN (default: 20)")
@@ -150,8 +160,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.kind = model_kind(options.model, options.revision)
     known = {
-        "encoder": FEATURE_METRICS,
-        "pipeline": (*FEATURE_METRICS, *SAMPLE_METRICS),
+        "encoder": (*POOLED_METRICS, *DENSE_METRICS),
+        "pipeline": (*POOLED_METRICS, *DENSE_METRICS, *SAMPLE_METRICS),
         "samples": SAMPLE_METRICS,
     }[options.kind]
     if options.metrics is None:
@@ -160,9 +170,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         owner = {"encoder": "an encoder", "pipeline": "a pipeline", "samples": "samples"}[options.kind]
         parser.error(f"--metrics of {owner} are {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    if options.features is not None:
+        dense_metrics = set(options.metrics) & set(DENSE_METRICS)
+        if dense_metrics != set(options.metrics) and all(name.endswith(".patches") for name in options.features):
+            parser.error(
+                f"--features {','.join(options.features)} are patches: use --metrics {','.join(DENSE_METRICS)}"
+            )
+        if dense_metrics and not any(name == "all_layers" or name.endswith(".patches") for name in options.features):
+            parser.error(f"--metrics {','.join(sorted(dense_metrics))} need --features <layer>.patches or all_layers")
     of_samples = bool(set(options.metrics) & set(SAMPLE_METRICS))
     if of_samples:
-        if set(options.metrics) & set(FEATURE_METRICS):
+        if not set(options.metrics) <= set(SAMPLE_METRICS):
             parser.error(
                 "features and samples are evaluated one at a time: --metrics knn,linear,rank, or frechet,kid,prdc"
             )

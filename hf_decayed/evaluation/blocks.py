@@ -11,6 +11,7 @@ from ..data.sources import ImageSplits
 from ..data.transforms import CenterCropProcessor
 from ..errors import UserError
 from ..provenance import pipeline_fingerprint, public_config
+from .dense import DenseMetrics, evaluate_dense
 from .encoders import FeatureMetrics, FeatureSource, evaluate_features
 from .features import Extraction, diffusion_encoder, pipeline_network
 
@@ -51,6 +52,29 @@ def evaluate_blocks(
     return results
 
 
+def evaluate_block_patches(
+    pipeline,
+    splits: ImageSplits,
+    blocks: Sequence[str] | None = None,
+    noise_levels: Sequence[float] = NOISE_LEVELS,
+    metrics: DenseMetrics | None = None,
+    extraction: Extraction | None = None,
+    accelerator: Accelerator | None = None,
+) -> dict:
+    """As [`evaluate_blocks`], for the patches of every block: unsupervised segmentation, and how well they tell position."""
+    metrics, accelerator = metrics or DenseMetrics(), accelerator or Accelerator()
+    pipeline.to(accelerator.device)
+    network = pipeline_network(pipeline)
+    blocks, noise_levels = list(blocks or find_blocks(network)), list(noise_levels)
+    source = block_features(pipeline, blocks, noise_levels, metrics.seed, pooling="patches")
+    results = evaluate_dense(source, splits, metrics, extraction, accelerator)
+    results["protocol"]["scheduler"] = source.identity["scheduler"]
+    if accelerator.is_main_process:
+        results |= block_grid(results["rows"], blocks, noise_levels)
+        results["grid"]["label"] = f"noise level: {noise_level_unit(network)}"
+    return results
+
+
 def find_blocks(network: torch.nn.Module) -> list[str]:
     """Names of the modules that the network's class declares as its blocks."""
     classes = getattr(network, "_repeated_blocks", None) or network._no_split_modules or []
@@ -67,7 +91,9 @@ def noise_level_unit(network: torch.nn.Module) -> str:
     return "share of the timesteps (0 data, 1 noise)"
 
 
-def block_features(pipeline, blocks: list[str], noise_levels: list[float], seed: int = 0) -> FeatureSource:
+def block_features(
+    pipeline, blocks: list[str], noise_levels: list[float], seed: int = 0, pooling: str = "mean"
+) -> FeatureSource:
     """The blocks of a pipeline's network as features, of images in the network's size, without a class."""
     network, vae = pipeline_network(pipeline), getattr(pipeline, "vae", None)
     if vae is None and network.config.in_channels not in (1, 3):
@@ -76,7 +102,7 @@ def block_features(pipeline, blocks: list[str], noise_levels: list[float], seed:
         raise UserError(
             "Blocks are evaluated without a class, and this network was trained with a class for every image."
         )
-    encode = diffusion_encoder(network, pipeline.scheduler, blocks, noise_levels, seed)
+    encode = diffusion_encoder(network, pipeline.scheduler, blocks, noise_levels, seed, pooling)
     channels, height, width = image_shape(network, vae)
     names = [f"{block}@{level:g}" for block in blocks for level in noise_levels]
     return FeatureSource(
@@ -90,7 +116,8 @@ def block_features(pipeline, blocks: list[str], noise_levels: list[float], seed:
             "features": names,
             "seed": seed,
         },
-        description=f"<block>@<noise level>, a {noise_level_unit(network)}: the mean of a block's patches, without a class; "
+        description=f"<block>@<noise level>, a {noise_level_unit(network)}: the "
+        f"{'mean of a block' if pooling == 'mean' else 'block'}'s patches, without a class; "
         "the middle of each image",
         dtype=str(network.dtype).removeprefix("torch."),
     )
@@ -123,12 +150,18 @@ def image_shape(network: torch.nn.Module, vae: torch.nn.Module | None) -> tuple[
 def block_grid(rows: dict[str, dict[str, float]], blocks: list[str], noise_levels: list[float]) -> dict:
     """Metrics as a `grid` of blocks by noise levels, and the name of the `best` cell for every accuracy."""
     names = [f"{block}@{level:g}" for block in blocks for level in noise_levels]
-    metrics = [metric for metric in rows[names[0]] if metric != "effective_rank_exponential"]
+    metrics = [
+        metric
+        for metric in rows[names[0]]
+        if metric != "effective_rank_exponential" and not metric.endswith("_spread")
+    ]
     cells = {
         metric: [[rows[f"{block}@{level:g}"][metric] for level in noise_levels] for block in blocks]
         for metric in metrics
     }
     best = {
-        metric: max(names, key=lambda name: rows[name][metric]) for metric in metrics if metric.endswith("accuracy")
+        metric: max(names, key=lambda name: rows[name][metric])
+        for metric in metrics
+        if metric.endswith("accuracy") and not metric.startswith("position") or "miou" in metric
     }
     return {"grid": {"blocks": blocks, "noise_levels": noise_levels, "cells": cells}, "best": best}

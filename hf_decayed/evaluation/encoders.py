@@ -1,4 +1,4 @@
-"""Evaluation of an encoder's features: kNN accuracy, linear probe and effective rank, with raw pixels as a baseline."""
+"""Evaluation of an encoder's pooled features: kNN, linear probe, effective rank, with raw pixels as a baseline."""
 
 import json
 from collections.abc import Sequence
@@ -15,11 +15,12 @@ from ..errors import DataError
 from ..provenance import model_fingerprint
 from .effective_rank import effective_rank
 from .features import Extraction, hash_json, transformer_encoder, with_pixels
-from .knn import knn_accuracy
+from .knn import knn_accuracy, whiten
 from .linear_probe import PROTOCOLS, linear_probe
 
 
 FEATURE_METRICS = ("knn", "linear", "rank")
+POOLED_METRICS = (*FEATURE_METRICS, "knn_whitened")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class FeatureMetrics:
     """Metrics of features, and their settings.
 
     Args:
-        names (`Sequence[str]`): Some of `knn`, `linear` and `rank`.
+        names (`Sequence[str]`): Some of `knn`, `linear`, `rank` and `knn_whitened`.
         k (`int`), temperature (`float`, *optional*): Of [`knn_accuracy`].
         probe_protocol (`str`): Of [`linear_probe`], a name in `PROTOCOLS`.
         seed (`int`): Of the linear probe.
@@ -45,6 +46,11 @@ class FeatureMetrics:
         results = {}
         if "knn" in self.names:
             results["knn_accuracy"] = knn_accuracy(*splits, k=self.k, temperature=self.temperature)
+        if "knn_whitened" in self.names:
+            whitened = whiten(train, test)
+            results["knn_whitened_accuracy"] = knn_accuracy(
+                whitened[0], train_labels, whitened[1], test_labels, k=self.k, temperature=self.temperature
+            )
         if "linear" in self.names:
             results["linear_accuracy"] = linear_probe(*splits, protocol=self.probe_protocol, seed=self.seed)
         if "rank" in self.names:
@@ -54,12 +60,15 @@ class FeatureMetrics:
 
     def protocol(self) -> dict:
         """The settings, as results record them."""
-        return {
+        protocol = {
             "knn": {"k": self.k, "similarity": "cosine", "temperature": self.temperature},
             "linear": {"name": self.probe_protocol, **asdict(PROTOCOLS[self.probe_protocol]), "augment": False},
             "rank": "entropy of the normalised eigenvalues of the centred covariance of held-out features",
             "seed": self.seed,
         }
+        if "knn_whitened" in self.names:
+            protocol["knn_whitened"] = "kNN after whitening by the covariance of the training features"
+        return protocol
 
 
 @dataclass(frozen=True)
@@ -109,9 +118,14 @@ def evaluate_encoder(
         features = [f"last.{pooling}"] + (["last.cls"] if has_class_token and pooling != "cls" else [])
     elif features == "all_layers":
         features = [f"{layer}.{pooling}" for layer in range(model.config.num_hidden_layers + 1)]
-    features = list(features)
-    source = FeatureSource(
-        encode=transformer_encoder(model.to(accelerator.device), features),
+    source = encoder_source(model, processor, list(features), accelerator.device)
+    return evaluate_features(source, splits, metrics, extraction, accelerator, pixels)
+
+
+def encoder_source(model: torch.nn.Module, processor, features: list[str], device) -> FeatureSource:
+    """A vision model of transformers as a source of features, named as [`transformer_encoder`] takes them."""
+    return FeatureSource(
+        encode=transformer_encoder(model.to(device), features),
         names=features,
         processor=processor,
         num_channels=getattr(model.config, "num_channels", 3),
@@ -119,7 +133,6 @@ def evaluate_encoder(
         description="whole images, as the model's processor prepares them",
         dtype=str(model.dtype).removeprefix("torch."),
     )
-    return evaluate_features(source, splits, metrics, extraction, accelerator, pixels)
 
 
 def evaluate_features(
@@ -133,7 +146,7 @@ def evaluate_features(
     """Rows of metrics by feature, with protocol and data set; all processes call it, the main process gets the rows."""
     metrics, extraction = metrics or FeatureMetrics(), extraction or Extraction()
     accelerator = accelerator or Accelerator()
-    if splits.label_column is None and set(metrics.names) & {"knn", "linear"}:
+    if splits.label_column is None and set(metrics.names) - {"rank"}:
         raise DataError("kNN and probes need labels, and there is no label column: use --metrics rank, or name one.")
     identity = {
         **source.identity,

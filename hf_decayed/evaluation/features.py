@@ -5,7 +5,8 @@
     >>> features["last.mean"], features["6.cls"], features["labels"]
 
 Features have names. Of a transformers encoder: `<layer>.<pooling>`, with the number of a layer (0 is the embedding) or
-`last` (after the final norm, if there is one), and `cls`, `mean` (all tokens), `patch_mean` or `pooler` (the model's own).
+`last` (after the final norm, if there is one), and `cls`, `mean` (all tokens), `patch_mean` or `pooler` (the model's own);
+`patches` are dense features, a vector for every patch.
 Of a diffusion model: `<module>@<noise level>`. Raw pixels, as a baseline: `pixels`.
 """
 
@@ -26,6 +27,7 @@ from ..errors import UserError
 from ..models.modeling_decayed_vit_mae import pool_tokens
 
 
+POOLINGS = ("cls", "mean", "patch_mean", "pooler", "patches")
 PIXELS_SIZE = 32  # height and width of raw pixels as features; larger images are averaged down
 
 
@@ -81,9 +83,9 @@ def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
     """Encodes with any vision model of transformers; feature maps of convolutional models are averaged."""
     features = [name.rpartition(".") for name in names]
     for name, (layer, _, pooling) in zip(names, features):
-        if pooling not in ("cls", "mean", "patch_mean", "pooler") or not (layer == "last" or layer.isdecimal()):
+        if pooling not in POOLINGS or not (layer == "last" or layer.isdecimal()):
             raise ValueError(
-                f"A feature is `<layer>.<pooling>`: a number or 'last', and cls, mean, patch_mean or pooler; got '{name}'."
+                f"A feature is `<layer>.<pooling>`: a number or 'last', and one of {', '.join(POOLINGS)}; got '{name}'."
             )
     model.eval()
     output_hidden_states = any(layer != "last" for layer, _, _ in features)
@@ -100,16 +102,25 @@ def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
                 pooled[name] = outputs.pooler_output.flatten(1)
             else:
                 tokens = outputs.last_hidden_state if layer == "last" else outputs.hidden_states[int(layer)]
-                pooled[name] = pool_features(tokens, pooling)
+                if pooling == "patches":
+                    pooled[name] = dense_features(tokens, patch_grid(model.config, pixel_values))
+                else:
+                    pooled[name] = pool_features(tokens, pooling)
         return pooled
 
     return encode
 
 
 def diffusion_encoder(
-    model: torch.nn.Module, scheduler, blocks: list[str], levels: list[float], seed: int = 0, **inputs
+    model: torch.nn.Module,
+    scheduler,
+    blocks: list[str],
+    levels: list[float],
+    seed: int = 0,
+    pooling: str = "mean",
+    **inputs,
 ) -> Encoder:
-    """Encodes with a diffusion model of diffusers: outputs of named modules at noise levels, averaged over all positions.
+    """Encodes with a diffusion model of diffusers: outputs of named modules at noise levels.
 
     Args:
         blocks (`list[str]`): Names of modules.
@@ -117,6 +128,7 @@ def diffusion_encoder(
             Noise levels from 0 (data) to 1 (noise): a share of the scheduler's timesteps, or, for flow matching, of the
             straight line from data to noise. Levels of the two kinds are not comparable.
         seed (`int`): Of the noise, which is keyed by image and level: batches and processes do not change the features.
+        pooling (`str`): `mean` over all positions, or `patches`: dense features.
         inputs: Passed on to the model; a tensor with one entry is repeated for the batch.
 
     `pixel_values` must have the range that the model was trained on, usually [-1, 1].
@@ -147,23 +159,28 @@ def diffusion_encoder(
 
     num_extra_tokens = getattr(model, "num_extra_tokens", 0)  # tokens of time and class, not of the image
 
-    def pooling_hook(features, name):
+    def pooling_hook(features, name, grid):
         def hook(module, arguments, output):
             output = output[0] if isinstance(output, tuple) else output
             output = getattr(output, "sample", output)
-            features[name] = pool_features(output[:, num_extra_tokens:] if output.ndim == 3 else output, "mean")
+            if pooling == "patches":
+                features[name] = dense_features(output, grid)
+            else:
+                features[name] = pool_features(output[:, num_extra_tokens:] if output.ndim == 3 else output, "mean")
 
         return hook
 
     def encode(pixel_values, indices):
         features = {}
         expanded = {name: value.expand(len(indices), *value.shape[1:]) for name, value in inputs.items()}
+        grid = patch_grid(model.config, pixel_values) if pooling == "patches" else None
         for level in levels:
             generators = [sample_generator(seed, round(level * 1000), index) for index in indices]
             noise = np.stack([generator.standard_normal(pixel_values.shape[1:]) for generator in generators])
             sample, time = add_noise(pixel_values, torch.from_numpy(noise).to(pixel_values), level)
             handles = [
-                modules[block].register_forward_hook(pooling_hook(features, f"{block}@{level:g}")) for block in blocks
+                modules[block].register_forward_hook(pooling_hook(features, f"{block}@{level:g}", grid))
+                for block in blocks
             ]
             try:
                 model(sample.to(model.dtype), time.expand(len(indices)), **expanded)
@@ -186,6 +203,35 @@ def pool_features(tokens: torch.Tensor, pooling: str) -> torch.Tensor:
             raise ValueError(f"A convolutional model has no class token: pool by `mean`, not `{pooling}`.")
         return tokens.mean(dim=(2, 3))
     return pool_tokens(tokens, pooling)
+
+
+def patch_grid(config, pixel_values: torch.Tensor) -> tuple[int, int] | None:
+    """Rows and columns of the patches of a batch of images; `None` for a model without patches."""
+    patch_size = getattr(config, "patch_size", None)
+    if patch_size is None:
+        return None
+    height, width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size[-2:]
+    rows, columns = pixel_values.shape[-2] // height, pixel_values.shape[-1] // width
+    if rows * columns == 0:
+        raise ValueError(
+            f"Images of {tuple(pixel_values.shape[-2:])} pixels are smaller than a patch of {height} x {width}."
+        )
+    return rows, columns
+
+
+def dense_features(tokens: torch.Tensor, grid: tuple[int, int] | None) -> torch.Tensor:
+    """Features `(batch, height, width, dim)` from tokens `(batch, number, dim)` or a map `(batch, dim, height, width)`.
+
+    Tokens that are not patches, such as class and registers, come before the patches and are dropped.
+    """
+    if tokens.ndim == 4:
+        return tokens.permute(0, 2, 3, 1)
+    if grid is None:
+        raise ValueError("The model does not say how large its patches are: its tokens cannot be laid out on a grid.")
+    rows, columns = grid
+    if tokens.shape[1] < rows * columns:
+        raise ValueError(f"{tokens.shape[1]} tokens do not fill the grid of {rows} x {columns} patches.")
+    return tokens[:, tokens.shape[1] - rows * columns :].unflatten(1, (rows, columns))
 
 
 def hash_json(value) -> str:

@@ -267,7 +267,7 @@ def patch_probe(
     """
     if method not in ("linear", "knn"):
         raise ValueError(f"`method` must be 'linear' or 'knn', got '{method}'.")
-    splits = []
+    splits: list[torch.Tensor] = []
     for features, masks in ((train_features, train_masks), (test_features, test_masks)):
         number, height, width, dim = check_dense(features)
         if len(masks) != number:
@@ -278,9 +278,10 @@ def patch_probe(
             order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(seed))
             chosen = chosen[order[:max_patches].to(chosen.device)]
         splits += [features.reshape(-1, dim)[chosen], labels[chosen]]
+    train, train_labels, test, test_labels = splits
     if method == "knn":
-        return knn_accuracy(*splits, k=min(20, len(splits[0])))
-    return linear_probe(*splits, protocol="ridge")
+        return knn_accuracy(train, train_labels, test, test_labels, k=min(20, len(train)))
+    return linear_probe(train, train_labels, test, test_labels, protocol="ridge")
 
 
 def spatial_labels(

@@ -4,7 +4,7 @@
 def results_tables(results: dict) -> str:
     """The rows as a table; of a diffusion model's blocks, one table for every metric."""
     if "grid" not in results:
-        return markdown_table(results["rows"])
+        return "\n\n".join(markdown_table(rows) for rows in group_by_columns(results["rows"]))
     grid, lines = results["grid"], []
     for metric, cells in grid["cells"].items():
         lines += [f"{metric}, by block and noise level", ""]
@@ -35,12 +35,28 @@ def protocol_text(protocol: dict, rows: dict[str, dict[str, float]]) -> str:
         parts.append(f"linear: {protocol['linear']['name']}")
     if "rank" in protocol and "effective_rank" in metrics:
         parts.append(f"rank: {protocol['rank']}")
+    if "segmentation" in protocol and "cluster_miou" in metrics:
+        settings = protocol["segmentation"]
+        parts.append(
+            f"segmentation: k-means, {settings['clusters']} clusters, {settings['k_means_seeds']} seeds, Hungarian and greedy "
+            f"match, at most {protocol['max_images']} images"
+        )
+    if "where" in protocol and "position_accuracy" in metrics:
+        parts.append(f"where: {protocol['where']}")
     if "reference" in protocol:
         parts.append(f"{protocol['samples']} samples against {protocol['reference']}")
     if "sampling" in protocol:
         sampling = protocol["sampling"]
         parts.append(f"{sampling['num_inference_steps']} steps, guidance {sampling['guidance_scale']:g}")
     return "; ".join(parts)
+
+
+def group_by_columns(rows: dict[str, dict[str, float]]) -> list[dict[str, dict[str, float]]]:
+    """Rows in groups that have the same metrics: pooled and dense features are measured by different ones."""
+    groups: dict[tuple, dict] = {}
+    for name, row in rows.items():
+        groups.setdefault(tuple(row), {})[name] = row
+    return list(groups.values())
 
 
 def markdown_table(rows: dict[str, dict[str, float]]) -> str:
@@ -54,8 +70,8 @@ def markdown_table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def format_metric(metric: str, value: float, spread: float | None = None) -> str:
-    if "accuracy" in metric:
-        return f"{100 * value:.1f} %"
+    if "accuracy" in metric or "miou" in metric:
+        return f"{100 * value:.1f} %" if spread is None else f"{100 * value:.1f} +- {100 * spread:.1f} %"
     if spread is not None:
         return f"{value:.3g} +- {spread:.2g}"
     return f"{value:.2f}"

@@ -18,14 +18,17 @@ from ..data.keyed_random import sample_generator, sample_seed
 from ..data.shards import encode_dataset
 from ..data.sources import ImageSplits, take_subset
 from ..data.transforms import CenterCropProcessor
+from ..errors import UserError, format_error
 from ..evaluation import effective_rank, frechet_distance, knn_accuracy, skip_ablation
-from ..evaluation.features import pipeline_network, transformer_encoder, with_pixels
+from ..evaluation.dense import DENSE_METRICS, DenseMetrics, evaluate_patches
+from ..evaluation.features import Extraction, pipeline_network, transformer_encoder, with_pixels
 from ..evaluation.generation import pixel_features
 from ..plots import reconstructions, save_grid, save_reconstructions
 
 
 ABLATION_IMAGES = 256  # enough to tell which skips are used
 PICTURE_IMAGES = 8
+MIN_PATCH_IMAGES = 200
 MEMORY_LIMIT = 2 * 2**30  # of decoded images, which every evaluation reads again
 SAMPLES_PER_BATCH = 64
 
@@ -51,6 +54,7 @@ class RepresentationMonitor:
         on_bad_image: str = "stop",
     ):
         self.accelerator, self.processor, self.config = accelerator, processor, config
+        self.splits, self.max_eval_samples, self.on_bad_image = splits, max_eval_samples, on_bad_image
         subsets = (take_subset(splits.train, max_train_samples), take_subset(splits.held_out, max_eval_samples))
         self.bank, self.queries = (
             evaluation_dataset(rows, splits, processor, config.num_channels, on_bad_image) for rows in subsets
@@ -78,6 +82,29 @@ class RepresentationMonitor:
             with self.accelerator.autocast():
                 increases = skip_ablation(model, images, self.noise.to(images.device))
         return metrics | {f"skip_use_{layer}": increase for layer, increase in increases.items()}
+
+    def evaluate_patches(self, model) -> dict[str, dict[str, float]]:
+        """Metrics of the last layer's patches and of their pixels, as `hf-decayed evaluate` computes them.
+
+        Segmentation where the data has masks, and position; nothing for a stream, which can be read only in order, and for
+        few images, of which they say nothing.
+        """
+        if isinstance(self.splits.held_out, IterableDataset) or len(self.queries) < MIN_PATCH_IMAGES:
+            return {}
+        metrics = DenseMetrics(
+            DENSE_METRICS if self.splits.mask_column else ["where"],
+            max_images=min(self.max_eval_samples, DenseMetrics.max_images),
+        )
+        extraction = Extraction(on_bad_image=self.on_bad_image)
+        try:
+            with evaluation_mode(model):
+                results = evaluate_patches(
+                    model.vit, self.processor, self.splits, None, metrics, extraction, self.accelerator
+                )
+        except (UserError, ValueError) as error:  # the other results of a long run are worth more than these
+            self.accelerator.print(f"patches are not evaluated: {format_error(error)}")
+            return {}
+        return results["rows"]
 
     def evaluate_pixels(self) -> float | None:
         """kNN accuracy of raw pixels, the baseline that has learned nothing."""
