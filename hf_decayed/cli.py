@@ -5,7 +5,7 @@ import sys
 
 from huggingface_hub.errors import StrictDataclassError
 
-from .command_line import OneLineParser, parse_field
+from .command_line import OneLineParser, non_negative_int, parse_field, positive_int
 from .errors import format_error
 
 
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add_command in (add_convert, add_evaluate, add_sample, add_card, add_publish):
+    for add_command in (add_convert, add_evaluate, add_sample, add_segment, add_card, add_publish):
         add_command(commands)
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -139,6 +139,46 @@ def run_sample(options) -> str:
     from .evaluation.sampling import sample
 
     return sample(**command_arguments(options))
+
+
+def add_segment(commands):
+    parser = commands.add_parser(
+        "segment",
+        help="divide images into regions by the attention of a frozen model",
+        description="Divides images into regions without labels or training: spectral clustering of the attention of all "
+        "layers of a vision encoder. Writes an overlay, a picture of the leading components and a mask of every image, and a "
+        "grid over images and models. A command that was stopped continues when it is repeated.",
+        epilog="examples:\n  hf-decayed segment photo.jpg --model facebook/dinov2-base --output regions\n  hf-decayed segment "
+        "photos --model facebook/vit-mae-base outputs/mae --graph qk --output regions",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("images", metavar="IMAGE_OR_FOLDER", help="image, or folder of images at any depth")
+    parser.add_argument(
+        "--model", dest="models", nargs="+", required=True, metavar="MODEL", help="folders or repositories of encoders"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--graph",
+        choices=["vv", "qk", "features"],
+        default="vv",
+        help="values: what (default); queries and keys: where; features of the last layer",
+    )
+    parser.add_argument(
+        "--n_clusters", type=positive_int, help="regions; by default 2 to 10, whichever has the best silhouette"
+    )
+    parser.add_argument("--n_components", type=positive_int, default=10, help="eigenvectors (default: 10)")
+    parser.add_argument("--solver", choices=["eigh", "gradient", "nystrom"], default="eigh")
+    parser.add_argument("--layers", type=int, nargs="+", help="numbers, negative from the last; by default all")
+    parser.add_argument("--seed", type=non_negative_int, default=0, help="of k-means and of the gradient solver")
+    parser.add_argument("--revision", help="revision of the repositories; pin it if their code runs")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with a model")
+    parser.set_defaults(run=run_segment)
+
+
+def run_segment(options) -> str:
+    from .spectral.segment import segment
+
+    return segment(**command_arguments(options))
 
 
 def add_card(commands):

@@ -1,0 +1,152 @@
+"""`hf-decayed segment`: regions of images in files, by one or several models, as pictures."""
+
+import json
+import os
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+from tqdm.auto import tqdm
+
+from ..data.decoding import decode_image
+from ..errors import DataError, UserError
+from ..provenance import model_fingerprint, versions
+from .segmenter import Segmentation, Segmenter
+
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
+PICTURES = ("overlay", "rgb", "mask")
+GRID_IMAGES = 12
+GRID_SIDE = 128  # pixels of a picture in the grid
+
+
+def segment(
+    images: str | os.PathLike,
+    models: list[str],
+    output: str | os.PathLike,
+    graph: str = "vv",
+    n_clusters: int | None = None,
+    n_components: int = 10,
+    solver: str = "eigh",
+    layers: list[int] | None = None,
+    seed: int = 0,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """Writes overlay, RGB picture and mask of every image to `<output>/<model>`, and a grid over images and models.
+
+    A command that was stopped goes on where it was when it is repeated. Returns a sentence for the user.
+
+    Args:
+        images (`str` or `os.PathLike`): An image, or a folder whose images, at any depth, are segmented.
+        models (`list[str]`): Folders or repositories of vision encoders.
+        graph, n_clusters, n_components, solver, seed: See [`LayerSpectralClustering`].
+        layers (`list[int]`, *optional*): Negative numbers count from the last layer; by default all.
+    """
+    files = list_images(Path(images))
+    names = model_names(models)
+    settings = {"graph": graph, "n_clusters": n_clusters, "n_components": n_components, "solver": solver, "seed": seed}
+    rows = {}
+    for model, name in names.items():
+        segmenter = Segmenter.from_pretrained(model, revision, trust_remote_code, layers=layers, **settings)
+        folder = Path(output) / name
+        prepare_folder(folder, {**settings, "layers": layers, "model": model_fingerprint(segmenter.model)})
+        for number, (file, stem) in enumerate(tqdm(files.items(), desc=name, unit="image")):
+            if not is_complete(folder, stem):
+                save_segmentation(segmenter(load_image(file, number)), folder, stem)
+        rows[name] = [folder / stem for stem in list(files.values())[:GRID_IMAGES]]
+    save_model_grid(Path(output) / "grid.png", rows)
+    return f"{len(files)} images by {len(names)} models (overlay, rgb, mask), grid.png: {output}"
+
+
+def list_images(path: Path) -> dict[Path, str]:
+    """Files of images, each with the path that its pictures get."""
+    if path.is_file():
+        return {path: path.stem}
+    if not path.is_dir():
+        raise DataError(f"There is nothing at '{path}'.")
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise DataError(f"There are no images in '{path}': files with the ending {', '.join(sorted(SUFFIXES))}.")
+    stems = {file: str(file.relative_to(path).with_suffix("")) for file in files}
+    if len(set(stems.values())) < len(stems):  # a.png beside a.jpg
+        stems = {file: str(file.relative_to(path)) for file in files}
+    return stems
+
+
+def model_names(models: list[str]) -> dict[str, str]:
+    """A folder name for every model; a name that two models share gets a number."""
+    names: dict[str, str] = {}
+    for model in models:
+        name = Path(model).name
+        taken = set(names.values())
+        names[model] = name if name not in taken else f"{name}-{len(names) + 1}"
+    return names
+
+
+def load_image(file: Path, number: int) -> Image.Image:
+    pixels = decode_image({"path": str(file), "bytes": None}, 3, number)
+    assert pixels is not None  # without `skip`, an image that cannot be decoded is an error
+    return Image.fromarray(pixels)
+
+
+def prepare_folder(folder: Path, settings: dict) -> None:
+    """Makes the folder, or checks that its pictures were made with the same settings."""
+    record = folder / "segmentation.json"
+    settings = json.loads(json.dumps(settings))
+    if record.exists():
+        try:
+            before = json.loads(record.read_text())["settings"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"'{record}' cannot be read: choose another --output, or remove '{folder}'.") from error
+        changed = sorted(name for name in {**before, **settings} if before.get(name) != settings.get(name))
+        if changed:
+            raise UserError(
+                f"'{folder}' has pictures made with another {', '.join(changed)}: choose another --output, or remove it."
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps({"settings": settings, "versions": versions()}, indent=2) + "\n")
+
+
+def is_complete(folder: Path, stem: str) -> bool:
+    return all((folder / f"{stem}_{picture}.png").exists() for picture in PICTURES)
+
+
+def save_segmentation(segmentation: Segmentation, folder: Path, stem: str) -> None:
+    """Writes the three pictures, each of them complete or not at all."""
+    for picture in PICTURES:
+        path = folder / f"{stem}_{picture}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
+        try:
+            getattr(segmentation, picture).save(temporary, "PNG")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def save_model_grid(path: Path, rows: dict[str, list[Path]]) -> None:
+    """Overlay and RGB picture of the first images, two rows for every model, with its name."""
+    pictures = [("overlay", name) for name in rows] + [("rgb", name) for name in rows]
+    pictures.sort(key=lambda picture: list(rows).index(picture[1]))
+    columns = max(len(stems) for stems in rows.values())
+    header = 16
+    grid = Image.new("RGB", (columns * (GRID_SIDE + 4), len(pictures) * (GRID_SIDE + header)), "white")
+    draw = ImageDraw.Draw(grid)
+    for row, (kind, name) in enumerate(pictures):
+        top = row * (GRID_SIDE + header)
+        draw.text((2, top + 2), f"{name}: {'regions' if kind == 'overlay' else 'leading components'}", fill="black")
+        for column, stem in enumerate(rows[name]):
+            with Image.open(stem.with_name(f"{stem.name}_{kind}.png")) as picture:
+                grid.paste(fit(picture.convert("RGB")), (column * (GRID_SIDE + 4), top + header))
+    grid.save(path)
+
+
+def fit(picture: Image.Image) -> Image.Image:
+    """A picture in a square of the grid's size, its sides in proportion."""
+    scale = GRID_SIDE / max(picture.size)
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    method = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BILINEAR
+    square = Image.new("RGB", (GRID_SIDE, GRID_SIDE), "white")
+    square.paste(picture.resize(size, method))
+    return square
