@@ -64,13 +64,14 @@ def feature_table(groups: Groups) -> str:
     """Training, features and skips of encoders."""
     columns = ["run", "seeds", "steps", "loss", "kNN, mean (%)", "kNN, class token (%)", "kNN, best layer (%)"]
     columns += ["linear, mean (%)", "linear, class token (%)", "rank, mean", "rank, class token"]
-    columns += ["norm", "deepest skip", "TFLOP"]
+    columns += ["segmentation, mIoU (%)", "position (%)", "norm", "deepest skip", "TFLOP"]
     rows = [feature_cells(name, records) for name, records in groups.items()]
     first = next(iter(groups.values()))[0]
     pixels = first["evaluation"].get("pixels", {})
     knn, linear, rank = (pixels.get(metric) for metric in ("knn_accuracy", "linear_accuracy", "effective_rank"))
     cells = ["raw pixels", "", "", "", mean_and_range([knn], percent=True), "", ""]
-    cells += [mean_and_range([linear], percent=True), "", mean_and_range([rank])]
+    cells += [mean_and_range([linear], percent=True), "", mean_and_range([rank]), ""]
+    cells += patch_cells([first], "patches_pixels")
     rows.append(cells + [""] * (len(columns) - len(cells)))
     lines = [*markdown_table(columns, rows), ""]
     untrained = {
@@ -84,8 +85,9 @@ def feature_table(groups: Groups) -> str:
     lines.append(
         f"{dataset['name']}: {dataset['number']['train']} training and {dataset['number']['test']} held-out images. kNN: "
         f"k = {protocol['knn']['k']}, cosine, temperature {protocol['knn']['temperature']}; linear: {protocol['linear']['name']}. "
-        "Features are of the last layer, the mean of all tokens or the class token; norm: of its tokens; deepest skip: rise of "
-        "the loss when the decoder gets its mean instead, where it was measured. Means over seeds, with the smallest and largest."
+        "Features are of the last layer, the mean of all tokens or the class token; segmentation: 27 clusters of its "
+        "patches, Hungarian match; position: of a patch, by a ridge probe; norm: of its tokens; deepest skip: rise of the loss "
+        "when the decoder gets its mean instead, where it was measured. Means over seeds, with the smallest and largest."
     )
     return "\n".join(lines) + "\n"
 
@@ -116,9 +118,19 @@ def feature_cells(name: str, records: list[dict]) -> list[str]:
         mean_and_range(best_layers, percent=True),
         *measured("linear_accuracy", percent=True),
         *measured("effective_rank", percent=False),
+        *patch_cells(records, "patches"),
         mean_and_range([values[-1] for values in norms]),
         mean_and_range(deepest),
         f"{records[0]['training_flops'] / 1e12:.3g}",
+    ]
+
+
+def patch_cells(records: list[dict], features: str) -> list[str]:
+    """Segmentation and position of patches, as the training script measured them."""
+    patches = [record["results"].get(features) or {} for record in records]
+    return [
+        mean_and_range([metrics.get(name) for metrics in patches], percent=True)
+        for name in ("cluster_miou", "position_accuracy")
     ]
 
 
