@@ -490,6 +490,31 @@ def test_every_damage_of_a_checkpoint_is_noticed(finished, tmp_path):
     assert find_damage(copy) is None
 
 
+def forge(path, file, content):
+    """Puts other content into a file of a checkpoint, with the checksum that belongs to it."""
+    (path / file).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest[file] = [len(content), zlib.crc32(content)]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "file, other", [("model", "optimizer"), ("optimizer", "model"), ("random-0", "model"), ("state", None)]
+)
+def test_a_forged_checkpoint_is_refused_in_one_line(file, other, finished, tmp_path):
+    path = shutil.copytree(finished[0] / "checkpoints" / "step-00000012", tmp_path / "step-00000012")
+    if other:
+        forge(path, f"{file}.safetensors", (path / f"{other}.safetensors").read_bytes())
+    else:
+        state = json.loads((path / "state.json").read_text())
+        forge(path, "state.json", json.dumps({key: state[key] for key in ("step", "signature")}).encode())
+    flags = [*finished[1], "--output_dir", tmp_path / "out", "--resume_from_checkpoint", path]
+    errors = run_script("mae.py", *flags, code=2).stderr
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1].startswith("mae.py: 'step-00000012' does not fit this run: ")
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "arguments.json", ".lock-holder.json"])
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])

@@ -38,7 +38,7 @@ from hf_decayed.run.checkpoints import find_checkpoint, find_damage, random_stat
 from hf_decayed.run.monitors import RepresentationMonitor
 from hf_decayed.run.optimization import ema_with_warmup, is_scaler_warmup
 from hf_decayed.run.records import MetricsFile, read_metrics
-from hf_decayed.run.run import check_signature, lock_output_dir
+from hf_decayed.run.run import Run, check_signature, lock_output_dir
 from hf_decayed.run.state_files import load_state, save_state
 
 
@@ -391,6 +391,39 @@ def test_a_checkpoint_runs_no_code(tmp_path):
         with pytest.warns(UserWarning, match="Skipping the checkpoint 'step-00000003'"):
             assert find_checkpoint("latest", tmp_path / "checkpoints") is None
     assert not (tmp_path / "code_was_run").exists()
+
+
+@pytest.mark.parametrize(
+    "state, model, sentence",
+    [
+        ({"skipped_steps": 0, "bad_images": 0}, {"weight": torch.ones(2, 3)}, "it has no 'seconds'"),
+        (
+            {"skipped_steps": 0, "bad_images": 0, "seconds": 1},
+            {"weight": torch.ones(2, 9)},
+            "size mismatch for weight",
+        ),
+        ({"skipped_steps": 0, "bad_images": 0, "seconds": 1}, {"other": torch.ones(2, 3)}, "Missing key"),
+        ({"skipped_steps": 0, "bad_images": 0, "seconds": 1}, [1], "list"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_one_sentence(state, model, sentence, tmp_path):
+    """Its checksums are right, but not its parts: of another version, or of somebody who wrote it by hand."""
+    parser = example_parser(tmp_path)
+    flags = ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", "latest"]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    run = Run(parser.run_options(parser.parse(flags)[0]), kind="example")
+    try:
+        run.prepare(model=torch.nn.Linear(3, 2, bias=False))
+        run.resume()
+        state = {**state, "signature": run.signature}
+        assert save_checkpoint(run.accelerator, tmp_path / "out" / "checkpoints", 3, state, {"model": model}, limit=2)
+        with pytest.raises(UserError, match="'step-00000003' does not fit this run: ") as raised:
+            run.resume()
+        assert sentence in str(raised.value) and len(str(raised.value)) < 400
+    finally:
+        run.lock.release()
+        for number, handler in handlers.items():  # a run takes signals for itself
+            signal.signal(number, handler)
 
 
 def test_a_monitor_and_the_command_give_the_same_number(tmp_path):

@@ -26,6 +26,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 # A full disk: the operating system's error, PyTorch's and safetensors' own.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+# Parts of another network or of another version: names, shapes and types that are not expected.
+LOAD_ERRORS = (OSError, RuntimeError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, IndexError)
 
 
 def save_checkpoint(

@@ -49,6 +49,7 @@ from ..plots import require_matplotlib, save_curves
 from ..provenance import describe_hardware, sanitized_command, versions
 from .arguments import RunOptions
 from .checkpoints import (
+    LOAD_ERRORS,
     WRITE_ERRORS,
     find_checkpoint,
     gather_state,
@@ -219,21 +220,28 @@ class Run:
         if path is not None:
             state = read_checkpoint_state(path)
             check_signature(path.name, state.get("signature", {}), self.signature)
-            for name, part in self.parts.items():
-                state_of_part = load_part(path, name)
-                if self.sharded:
-                    scatter_state(part, state_of_part, self.models())
-                else:
-                    part.load_state_dict(state_of_part)
-            load_random_state(self.accelerator, path)
-            self.step, self.skipped_steps = state["step"], state["skipped_steps"]
-            self.earlier_seconds, self.earlier_bad_images = state["seconds"], state["bad_images"]
+            try:
+                self.load_checkpoint(path, state)
+            except LOAD_ERRORS as error:  # its checksums fit, so somebody or another version wrote it like this
+                reason = f"it has no {error}" if isinstance(error, KeyError) else format_error(error)
+                raise UserError(f"'{path.name}' does not fit this run: {reason[:300]}") from error
             self.print(f"resumed at step {self.step} from {path}")
         self.log = MetricsFile(options.output_dir / "metrics.jsonl", self.step, self.is_main_process)
         self.accelerator.init_trackers(self.kind, config={name: str(value) for name, value in options.flags.items()})
         if self.is_main_process:
             with self.writing("arguments.json"):
                 (options.output_dir / "arguments.json").write_text(json.dumps(options.flags, indent=2, default=str))
+
+    def load_checkpoint(self, path: Path, state: dict) -> None:
+        for name, part in self.parts.items():
+            state_of_part = load_part(path, name)
+            if self.sharded:
+                scatter_state(part, state_of_part, self.models())
+            else:
+                part.load_state_dict(state_of_part)
+        load_random_state(self.accelerator, path)
+        self.step, self.skipped_steps = state["step"], state["skipped_steps"]
+        self.earlier_seconds, self.earlier_bad_images = state["seconds"], state["bad_images"]
 
     # The loop.
 
