@@ -166,7 +166,7 @@ class LayerSpectralClustering(ParametersMixin):
         heads (`str`): `separate`, every head is a graph of its own, or `concatenated`.
         temperature (`float`): Of `vv` and `features`: affinities are exp(cosine / temperature).
         parameterization, steps, learning_rate: Of the gradient solver, see `soft_memberships`.
-        n_init (`int`): Starts of k-means.
+        n_init (`int`): Starts of k-means. A single one can end with a few outliers as a cluster, which silhouettes prefer.
         max_memory_gb (`float`): More is refused before it is taken.
 
     Attributes:

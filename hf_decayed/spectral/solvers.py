@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from .graphs import MIN_DEGREE, GraphStack, image_batches, require_module, symmetric_normalize, upsample_graph
 
 
-# Measured on one thread: below this size all of LAPACK's partial solver is faster than Lanczos iterations (2 ms against
-# 2-15 ms at 196 patches, 60 ms against 15-80 ms at 1,024), and it does not depend on a start vector.
-MAX_DENSE_SIZE = 2048
+# Graphs up to this size go to LAPACK, larger ones to Lanczos iterations. On one thread, for 10 components: 1-2 ms against
+# 3-6 ms at 196 patches, 13-15 ms against 5-21 ms at 576, 63-65 ms against 16-37 ms at 1,024. torch.lobpcg takes over 350 ms.
+MAX_DENSE_SIZE = 576
 # Landmark kernels have eigenvalues near zero, whose inverse would amplify rounding errors.
 NYSTROM_TOLERANCE = 1e-4
 
@@ -89,7 +89,12 @@ def lanczos(matrix: Any, n_components: int, sqrt_degrees: np.ndarray) -> tuple[n
     linalg = require_module("scipy.sparse.linalg")
     noise = np.random.default_rng(0).standard_normal(len(sqrt_degrees))
     start = (sqrt_degrees / np.linalg.norm(sqrt_degrees) + noise / np.linalg.norm(noise)).astype(matrix.dtype)
-    return linalg.eigsh(matrix, n_components, which="LA", v0=start, tol=1e-4, ncv=2 * n_components + 20)
+    try:
+        return linalg.eigsh(matrix, n_components, which="LA", v0=start, tol=1e-4, ncv=2 * n_components + 10)
+    except linalg.ArpackNoConvergence as error:
+        raise ValueError(
+            f"Lanczos iterations found no {n_components} components: choose fewer, or more edges."
+        ) from error
 
 
 def scale_spectrum(values: np.ndarray, vectors: np.ndarray, sqrt_degrees: np.ndarray) -> Spectrum:
