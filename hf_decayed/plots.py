@@ -50,6 +50,36 @@ def save_reconstructions(path: Path, original, masked, reconstructed, normalised
     pyplot.close(figure)
 
 
+def denormalize(pixel_values: torch.Tensor, processor) -> torch.Tensor:
+    """Images `(number, height, width, channels)` in [0, 1] from what an image processor made of them."""
+    mean, std = (
+        torch.tensor(list(values)).view(1, -1, 1, 1) for values in (processor.image_mean, processor.image_std)
+    )
+    return (pixel_values.float().cpu() * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
+
+
+def save_patch_colours(path: Path, images: np.ndarray, rows: dict[str, np.ndarray]) -> None:
+    """One column per image: the image, and below it patches as colours, one row per label.
+
+    Args:
+        images (`np.ndarray` of shape `(number, height, width, channels)`): In [0, 1].
+        rows (`dict[str, np.ndarray]`): Colours `(number, height, width, 3)` in [0, 1] of every patch.
+    """
+    pyplot = require_matplotlib()
+    rows = {"image": images, **rows}
+    figure, axes = pyplot.subplots(
+        len(rows), len(images), figsize=(1.1 * len(images), 1.25 * len(rows)), squeeze=False
+    )
+    for axis_row, (label, pictures) in zip(axes, rows.items()):
+        for axis, picture in zip(axis_row, pictures):
+            axis.imshow(picture.squeeze(-1) if picture.shape[-1] == 1 else picture, cmap="gray", vmin=0, vmax=1)
+            axis.set(xticks=[], yticks=[])
+        axis_row[0].set_ylabel(label, fontsize=8)
+    figure.tight_layout(pad=0.4)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def save_grid(path: Path, images) -> None:
     """Images `(number, height, width, channels)` in [0, 1] as a grid that is about square."""
     columns = math.ceil(math.sqrt(len(images)))

@@ -40,7 +40,7 @@ from hf_decayed.run.arguments import (
     decoding_arguments,
     merge_fields,
 )
-from hf_decayed.run.monitors import RepresentationMonitor
+from hf_decayed.run.monitors import PatchMonitor, RepresentationMonitor
 from hf_decayed.run.optimization import set_shortcut_progress
 
 
@@ -128,6 +128,7 @@ def main():
         options.eval_test_samples,
         options.on_bad_image,
     )
+    patch_monitor = PatchMonitor(run.accelerator, splits, processor, options.eval_test_samples, options.on_bad_image)
     untrained = monitor.evaluate(model)
 
     # Optimizer.
@@ -169,7 +170,7 @@ def main():
     # End.
     run.save(evaluated)
     measured = run.evaluate(monitor, evaluated, "reconstructions")
-    patches = monitor.evaluate_patches(evaluated)
+    patches = run.evaluate(patch_monitor, evaluated, "patches")
     results = run.results(
         {
             "knn_accuracy": measured.get("knn_accuracy"),
@@ -177,8 +178,7 @@ def main():
             "knn_accuracy_untrained": untrained.get("knn_accuracy"),
             "effective_rank": measured["effective_rank"],
             "effective_rank_untrained": untrained["effective_rank"],
-            "patches": patches.get("last.patches"),
-            "patches_pixels": patches.get("pixels.patches"),
+            **patches,
             "skip_use": {name.removeprefix("skip_use_"): measured[name] for name in measured if "skip_use" in name},
             "started_from": options.init_from and Path(options.init_from).name,
             "dataset": {
@@ -191,7 +191,7 @@ def main():
     )
     if run.is_main_process:
         print(summary(results))
-    run.finish(results, "model, reconstructions.png")
+    run.finish(results, "model, reconstructions.png, patches.png")
 
 
 def build_model(options, slow_sdpa: bool) -> DecayedViTMAEForPreTraining:
@@ -239,15 +239,16 @@ def summary(results: dict) -> str:
     def percent(value):
         return "none (no labels)" if value is None else f"{100 * value:.1f} %"
 
-    def patches(metric):
-        trained, pixels = results["patches"], results["patches_pixels"]
-        return f"{percent(trained[metric])} (raw pixels {percent(pixels[metric])})"
-
     patch_metrics = {
-        "cluster_miou": "patches: segmentation ",
-        "patch_accuracy": "patches: class        ",
-        "position_accuracy": "patches: position     ",
+        "cluster_miou": "segmentation, patches",
+        "patch_accuracy": "class of a patch",
+        "position_accuracy": "position of a patch",
     }
+    patches = [
+        f"{label:25}{percent(results[name])} (raw pixels {percent(results[f'{name}_pixels'])})"
+        for name, label in patch_metrics.items()
+        if name in results
+    ]
     skips = ", ".join(f"{increase:+.4f} (layer {layer})" for layer, increase in results["skip_use"].items())
     return "\n".join(
         [
@@ -256,7 +257,7 @@ def summary(results: dict) -> str:
             f"knn_accuracy_untrained   {percent(results['knn_accuracy_untrained'])}",
             f"knn_accuracy_pixels      {percent(results['knn_accuracy_pixels'])}",
             f"effective_rank           {results['effective_rank']:.3f} (untrained {results['effective_rank_untrained']:.3f})",
-            *(f"{label}   {patches(name)}" for name, label in patch_metrics.items() if name in (results["patches"] or {})),
+            *patches,
             f"loss without a skip      {skips or 'none (no skips)'}",
             f"time                     {results['seconds']:.0f} s, {results['steps']} steps",
         ]

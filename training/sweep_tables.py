@@ -71,7 +71,7 @@ def feature_table(groups: Groups) -> str:
     knn, linear, rank = (pixels.get(metric) for metric in ("knn_accuracy", "linear_accuracy", "effective_rank"))
     cells = ["raw pixels", "", "", "", mean_and_range([knn], percent=True), "", ""]
     cells += [mean_and_range([linear], percent=True), "", mean_and_range([rank]), ""]
-    cells += patch_cells([first], "patches_pixels")
+    cells += patch_cells([first], "_pixels")
     rows.append(cells + [""] * (len(columns) - len(cells)))
     lines = [*markdown_table(columns, rows), ""]
     untrained = {
@@ -118,18 +118,17 @@ def feature_cells(name: str, records: list[dict]) -> list[str]:
         mean_and_range(best_layers, percent=True),
         *measured("linear_accuracy", percent=True),
         *measured("effective_rank", percent=False),
-        *patch_cells(records, "patches"),
+        *patch_cells(records),
         mean_and_range([values[-1] for values in norms]),
         mean_and_range(deepest),
         f"{records[0]['training_flops'] / 1e12:.3g}",
     ]
 
 
-def patch_cells(records: list[dict], features: str) -> list[str]:
-    """Segmentation and position of patches, as the training script measured them."""
-    patches = [record["results"].get(features) or {} for record in records]
+def patch_cells(records: list[dict], suffix: str = "") -> list[str]:
+    """Segmentation and position of patches, as the training script measured them; `_pixels` are those of raw pixels."""
     return [
-        mean_and_range([metrics.get(name) for metrics in patches], percent=True)
+        mean_and_range([record["results"].get(name + suffix) for record in records], percent=True)
         for name in ("cluster_miou", "position_accuracy")
     ]
 

@@ -175,6 +175,24 @@ def cluster_patches(
     return torch.from_numpy(k_means.predict(patches.numpy())).long().view(number, height, width)
 
 
+@torch.no_grad()
+def principal_colours(features: torch.Tensor) -> torch.Tensor:
+    """Dense features as colours `(images, height, width, 3)` in [0, 1]: three principal components over all images.
+
+    Each is scaled from its 1st to its 99th percentile, so that patches of one kind have one colour in all images.
+    """
+    number, height, width, dim = check_dense(features)
+    patches = F.layer_norm(features.reshape(-1, dim).double().cpu(), (dim,))
+    patches = patches - patches.mean(dim=0)
+    _, directions = torch.linalg.eigh(patches.T @ patches)
+    directions = directions.flip(1)[:, :3]
+    # The sign of an eigenvector is arbitrary: chosen here, the same weights give the same picture anywhere.
+    directions = directions * directions.sum(dim=0).sign().where(directions.sum(dim=0) != 0, torch.ones(1).double())
+    colours = F.pad(patches @ directions, (0, 3 - directions.shape[1]))
+    low, high = (torch.quantile(colours[: 2**18], share, dim=0) for share in (0.01, 0.99))
+    return ((colours - low) / (high - low).clamp_min(1e-12)).clamp(0, 1).view(number, height, width, 3).float()
+
+
 def require_sklearn():
     """`sklearn.cluster`, or one sentence that says which extra has it."""
     try:

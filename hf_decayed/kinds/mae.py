@@ -55,5 +55,8 @@ KIND = Kind(
     },
     usage=image_model_usage,
     reference_output=reference_output,
-    pictures={"reconstructions.png": "images, what the encoder sees of them, and what is made of that"},
+    pictures={
+        "reconstructions.png": "images, what the encoder sees of them, and what is made of that",
+        "patches.png": "held-out images, and three principal components of their patches' features as colours",
+    },
 )

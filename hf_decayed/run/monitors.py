@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,14 +21,16 @@ from ..data.sources import ImageSplits, take_subset
 from ..data.transforms import CenterCropProcessor
 from ..errors import UserError, format_error
 from ..evaluation import effective_rank, frechet_distance, knn_accuracy, skip_ablation
-from ..evaluation.dense import DENSE_METRICS, DenseMetrics, evaluate_patches
+from ..evaluation.dense import DENSE_METRICS, DenseMetrics, evaluate_patches, merge_encoders
 from ..evaluation.features import Extraction, pipeline_network, transformer_encoder, with_pixels
 from ..evaluation.generation import pixel_features
-from ..plots import reconstructions, save_grid, save_reconstructions
+from ..evaluation.segmentation import principal_colours
+from ..plots import denormalize, reconstructions, save_grid, save_patch_colours, save_reconstructions
 
 
 ABLATION_IMAGES = 256  # enough to tell which skips are used
 PICTURE_IMAGES = 8
+PATCH_PICTURE_IMAGES = 12
 MIN_PATCH_IMAGES = 200
 MEMORY_LIMIT = 2 * 2**30  # of decoded images, which every evaluation reads again
 SAMPLES_PER_BATCH = 64
@@ -54,7 +57,6 @@ class RepresentationMonitor:
         on_bad_image: str = "stop",
     ):
         self.accelerator, self.processor, self.config = accelerator, processor, config
-        self.splits, self.max_eval_samples, self.on_bad_image = splits, max_eval_samples, on_bad_image
         subsets = (take_subset(splits.train, max_train_samples), take_subset(splits.held_out, max_eval_samples))
         self.bank, self.queries = (
             evaluation_dataset(rows, splits, processor, config.num_channels, on_bad_image) for rows in subsets
@@ -83,29 +85,6 @@ class RepresentationMonitor:
                 increases = skip_ablation(model, images, self.noise.to(images.device))
         return metrics | {f"skip_use_{layer}": increase for layer, increase in increases.items()}
 
-    def evaluate_patches(self, model) -> dict[str, dict[str, float]]:
-        """Metrics of the last layer's patches and of their pixels, as `hf-decayed evaluate` computes them.
-
-        Segmentation where the data has masks, and position; nothing for a stream, which can be read only in order, and for
-        few images, of which they say nothing.
-        """
-        if isinstance(self.splits.held_out, IterableDataset) or len(self.queries) < MIN_PATCH_IMAGES:
-            return {}
-        metrics = DenseMetrics(
-            DENSE_METRICS if self.splits.mask_column else ["where"],
-            max_images=min(self.max_eval_samples, DenseMetrics.max_images),
-        )
-        extraction = Extraction(on_bad_image=self.on_bad_image)
-        try:
-            with evaluation_mode(model):
-                results = evaluate_patches(
-                    model.vit, self.processor, self.splits, None, metrics, extraction, self.accelerator
-                )
-        except (UserError, ValueError) as error:  # the other results of a long run are worth more than these
-            self.accelerator.print(f"patches are not evaluated: {format_error(error)}")
-            return {}
-        return results["rows"]
-
     def evaluate_pixels(self) -> float | None:
         """kNN accuracy of raw pixels, the baseline that has learned nothing."""
         if not self.labelled:
@@ -124,6 +103,65 @@ class RepresentationMonitor:
             path.parent.mkdir(parents=True, exist_ok=True)
             original, masked, reconstructed = rows
             save_reconstructions(path, original, masked, reconstructed, normalised=self.config.norm_pix_loss)
+
+
+class PatchMonitor:
+    """Segmentation and position of the last layer's patches, and of their pixels, as `hf-decayed evaluate` computes them.
+
+    Segmentation needs masks. A stream, which can be read only in order, and few images, of which the metrics say nothing,
+    are not evaluated.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        splits: ImageSplits,
+        processor,
+        max_eval_samples: int,
+        on_bad_image: str = "stop",
+    ):
+        self.accelerator, self.splits, self.processor = accelerator, splits, processor
+        self.metrics = DenseMetrics(
+            DENSE_METRICS if splits.mask_column else ["where"],
+            max_images=min(max_eval_samples, DenseMetrics.max_images),
+        )
+        self.extraction = Extraction(on_bad_image=on_bad_image)
+        self.model: Any = None  # that was evaluated last
+
+    def evaluate(self, model) -> dict[str, float]:
+        """Metrics by name; those of the pixels end in `_pixels`."""
+        self.model = model
+        held_out = self.splits.held_out
+        if isinstance(held_out, IterableDataset) or min(len(held_out), self.metrics.max_images) < MIN_PATCH_IMAGES:
+            return {}
+        try:
+            with evaluation_mode(model):
+                results = evaluate_patches(
+                    model.vit, self.processor, self.splits, None, self.metrics, self.extraction, self.accelerator
+                )
+        except (UserError, ValueError) as error:  # the other results of a long run are worth more than these
+            self.accelerator.print(f"patches are not evaluated: {format_error(error)}")
+            return {}
+        rows = results["rows"]
+        pixels = {f"{name}_pixels": value for name, value in rows.get("pixels.patches", {}).items()}
+        return {**rows.get("last.patches", {}), **pixels}
+
+    def picture(self, path: Path) -> None:
+        """Held-out images, and three components of their patches' features, with one set of colours for all."""
+        rows = take_subset(self.splits.held_out, PATCH_PICTURE_IMAGES)
+        channels = self.model.config.num_channels
+        images = evaluation_dataset(rows, self.splits, self.processor, channels, self.extraction.on_bad_image)
+        encode = merge_encoders(
+            lambda pixel_values, indices: {"images": pixel_values},
+            transformer_encoder(self.model.vit, ["last.patches"]),
+        )
+        with evaluation_mode(self.model):
+            encoded = encode_dataset(encode, images, self.accelerator, description="patches")
+        if self.accelerator.is_main_process:
+            colours = principal_colours(encoded["last.patches"]).numpy()
+            pictures = denormalize(encoded["images"], self.processor).numpy()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_patch_colours(path, pictures, {"patch features": colours})
 
 
 class ClassificationMonitor:
