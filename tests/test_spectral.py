@@ -9,10 +9,13 @@ import scipy.sparse
 import scipy.sparse.linalg
 import sklearn.base
 import torch
+from conftest import TINY_SIZES, random_weights
 from torch.nn import functional as F
 
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
 from hf_decayed.errors import UserError
 from hf_decayed.evaluation.segmentation import cluster_miou, coordinate_probe, oracle_miou
+from hf_decayed.spectral.capture import record_attention
 from hf_decayed.spectral.clustering import DatasetSpectralClustering, LayerSpectralClustering
 from hf_decayed.spectral.graphs import (
     affinity,
@@ -156,7 +159,7 @@ def test_values_say_what_queries_and_keys_say_where(solver):
         "n_clusters": 6,
         "solver": solver,
         "n_channels": 12,
-        "epochs": 20,
+        "epochs": 15,
         "learning_rate": 0.1,
     }
     values = DatasetSpectralClustering("vv", **settings).fit([what])
@@ -371,6 +374,22 @@ def test_records_and_tensors_give_the_same_graph():
         ours = clustering.fit_transform([record])
         torch.testing.assert_close(ours, clustering.fit_transform([layer], grid=(3, 4)))
         assert clustering.labels_.shape == (3, 4)
+
+
+def test_recorded_attention_is_clustered(pixel_values):
+    model = random_weights(DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES))).eval()
+    with torch.no_grad(), record_attention(model) as record:
+        model(pixel_values[:1])
+    query, key = record.layers[0].query[0], record.layers[0].key[0]
+    clustering = LayerSpectralClustering("qk", n_components=3, n_clusters=2)
+    ours = clustering.fit_transform(record.layers[:1])
+    torch.testing.assert_close(ours, clustering.fit_transform([(query, key)]), atol=1e-4, rtol=0)
+    assert clustering.fit_predict(record).shape == (4, 4) and len(clustering.layers_) == 4
+    with torch.no_grad(), record_attention(model) as record:
+        model(pixel_values)
+    assert DatasetSpectralClustering("vv", 3, 2).fit_predict(record).shape == (3, 4, 4)
+    with pytest.raises(UserError, match="`output` of .* was not recorded"):
+        LayerSpectralClustering("features").fit(record)
 
 
 def test_new_image_takes_the_clusters_of_the_fitted_one():

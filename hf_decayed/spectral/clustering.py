@@ -80,6 +80,7 @@ def read_layers(layers: Any, graph: str, heads: str, grid: Any = None, dataset: 
         raise ValueError(f"`graph` must be one of {', '.join(GRAPHS)}, got {graph!r}.")
     if heads not in HEADS:
         raise ValueError(f"`heads` must be 'separate' or 'concatenated', got {heads!r}.")
+    layers = getattr(layers, "layers", layers)  # what `record_attention` returns
     if isinstance(layers, torch.Tensor) or hasattr(layers, "grid"):
         layers = [layers]
     layers = list(layers)
