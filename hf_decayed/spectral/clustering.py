@@ -447,7 +447,7 @@ class DatasetSpectralClustering(ParametersMixin):
         if self.solver != "gradient" and len({layer.grid for layer in tokens}) > 1:
             raise ValueError(f"`solver={self.solver!r}` needs layers of one grid: choose solver='gradient'.")
         batch = min(self.images_per_batch, num_images) * max(layer.rows.shape[2] for layer in tokens)
-        edges = 2 * (self.intra + self.inter) * num_points
+        edges = 2 * (self.intra + self.inter) * num_points * len(tokens)
         needed = {
             "eigsh": 8 * batch**2 + 40 * edges + 8 * num_points * (3 * self.n_components + 20),
             "nystrom": 4 * num_points * (tokens[0].rows.shape[-1] * len(tokens) + 3 * self.n_components),
@@ -455,7 +455,7 @@ class DatasetSpectralClustering(ParametersMixin):
         }[self.solver]
         instead = "choose fewer images"
         instead += " or images_per_batch" if self.solver != "nystrom" else " or layers"
-        instead += ", or solver='nystrom'" if self.solver == "gradient" and self.graph != "qk" else ""
+        instead += ", or solver='nystrom'" if self.solver != "nystrom" and self.graph != "qk" else ""
         what = f"Clustering {num_images:,} images of {num_patches} patches"
         check_memory(needed, self.max_memory_gb, what, instead)
 
@@ -472,9 +472,9 @@ class DatasetSpectralClustering(ParametersMixin):
 
     def sparse_graph(self, layer: LayerTokens, images: torch.Tensor | None = None):
         """The sparse graph of one layer; of some images, all of them compared with one another."""
-        rows, columns = layer.rows[:, 0], layer.columns[:, 0]
-        if images is not None:
-            rows, columns = rows[images], columns[images]
+        chosen = slice(None) if images is None else images
+        rows = layer.rows[chosen, 0]
+        columns = None if layer.columns is layer.rows else layer.columns[chosen, 0]
         return sparse_graph(
             rows,
             columns,
