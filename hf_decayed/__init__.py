@@ -1,6 +1,6 @@
 """Decayed identity shortcuts for Hugging Face models.
 
->>> import hf_decayed  # registers the models with transformers' Auto classes
+>>> import hf_decayed  # registers the models with transformers' Auto classes, and "unsupervised-segmentation" as a task
 >>> from transformers import AutoModel
 >>> model = AutoModel.from_pretrained("path/or/repository")
 """
@@ -10,6 +10,7 @@ import importlib as _importlib
 from pathlib import Path as _Path
 
 import transformers as _transformers
+from transformers.pipelines import PIPELINE_REGISTRY as _PIPELINE_REGISTRY
 
 from . import _deprecated
 
@@ -18,11 +19,11 @@ __version__ = "0.1.0"
 
 
 def _read_constants(path: _Path) -> dict:
-    """`__all__` and `AUTO_MAP` of a module, without importing it: those of diffusers are imported on demand."""
+    """`__all__`, `AUTO_MAP` and `CUSTOM_PIPELINES` of a module without importing it: diffusers is imported on demand."""
     constants = {}
     for node in _ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, _ast.Assign) and isinstance(node.targets[0], _ast.Name):
-            if node.targets[0].id in ("__all__", "AUTO_MAP"):
+            if node.targets[0].id in ("__all__", "AUTO_MAP", "CUSTOM_PIPELINES"):
                 constants[node.targets[0].id] = _ast.literal_eval(node.value)
     return constants
 
@@ -38,6 +39,15 @@ def _register(auto_map: dict[str, str]) -> None:
             getattr(_transformers, auto_class).register(model_class.config_class, model_class, exist_ok=True)
 
 
+def _register_pipelines(custom_pipelines: dict[str, dict]) -> None:
+    """Makes `transformers.pipeline` know tasks; `custom_pipelines` is what configs of published folders say of them."""
+    for task, entry in custom_pipelines.items():
+        module, _, name = entry["impl"].rpartition(".")
+        pipeline_class = getattr(_importlib.import_module(f".pipelines.{module}", __name__), name)
+        auto_classes = tuple(getattr(_transformers, auto_class) for auto_class in entry["pt"])
+        _PIPELINE_REGISTRY.register_pipeline(task, pipeline_class, pt_model=auto_classes)
+
+
 _deprecated.install()
 _modules: dict[str, str] = {}  # public name -> its module, from the `__all__` of the modules
 _rooms = ("models", "pipelines", "spectral")
@@ -45,6 +55,7 @@ for _path in sorted(path for room in _rooms for path in _Path(__file__).parent.g
     _constants = _read_constants(_path)
     _modules |= dict.fromkeys(_constants.get("__all__", []), f".{_path.parent.name}.{_path.stem}")
     _register(_constants.get("AUTO_MAP", {}))
+    _register_pipelines(_constants.get("CUSTOM_PIPELINES", {}))
 
 __all__ = sorted(_modules)
 

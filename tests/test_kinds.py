@@ -35,8 +35,12 @@ PUBLIC_NAMES = {
     "DecayedViTMAEForImageClassification",
     "DecayedViTMAEForPreTraining",
     "DecayedViTMAEModel",
+    "Segmenter",
     "SiTSDEScheduler",
+    "UnsupervisedSegmentationPipeline",
+    "attention_map",
     "effective_decay",
+    "record_attention",
     "suggest_shortcut_decay",
 }
 
