@@ -64,14 +64,16 @@ def feature_table(groups: Groups) -> str:
     """Training, features and skips of encoders."""
     columns = ["run", "seeds", "steps", "loss", "kNN, mean (%)", "kNN, class token (%)", "kNN, best layer (%)"]
     columns += ["linear, mean (%)", "linear, class token (%)", "rank, mean", "rank, class token"]
-    columns += ["segmentation, mIoU (%)", "position (%)", "norm", "deepest skip", "TFLOP"]
-    rows = [feature_cells(name, records) for name, records in groups.items()]
     first = next(iter(groups.values()))[0]
+    has_patches = "position_accuracy" in first["results"]  # records of earlier versions have none
+    columns += ["segmentation, mIoU (%)", "position (%)"] if has_patches else []
+    columns += ["norm", "deepest skip", "TFLOP"]
+    rows = [feature_cells(name, records, has_patches) for name, records in groups.items()]
     pixels = first["evaluation"].get("pixels", {})
     knn, linear, rank = (pixels.get(metric) for metric in ("knn_accuracy", "linear_accuracy", "effective_rank"))
     cells = ["raw pixels", "", "", "", mean_and_range([knn], percent=True), "", ""]
     cells += [mean_and_range([linear], percent=True), "", mean_and_range([rank]), ""]
-    cells += patch_cells([first], "_pixels")
+    cells += patch_cells([first], "_pixels") if has_patches else []
     rows.append(cells + [""] * (len(columns) - len(cells)))
     lines = [*markdown_table(columns, rows), ""]
     untrained = {
@@ -85,14 +87,18 @@ def feature_table(groups: Groups) -> str:
     lines.append(
         f"{dataset['name']}: {dataset['number']['train']} training and {dataset['number']['test']} held-out images. kNN: "
         f"k = {protocol['knn']['k']}, cosine, temperature {protocol['knn']['temperature']}; linear: {protocol['linear']['name']}. "
-        "Features are of the last layer, the mean of all tokens or the class token; segmentation: 27 clusters of its "
-        "patches, Hungarian match; position: of a patch, by a ridge probe; norm: of its tokens; deepest skip: rise of the loss "
-        "when the decoder gets its mean instead, where it was measured. Means over seeds, with the smallest and largest."
+        "Features are of the last layer, the mean of all tokens or the class token; norm: of its tokens; deepest skip: rise of "
+        "the loss when the decoder gets its mean instead, where it was measured. Means over seeds, with the smallest and largest."
+        + (
+            " Segmentation: 27 clusters of patches, Hungarian match; position: of a patch, ridge probe."
+            if has_patches
+            else ""
+        )
     )
     return "\n".join(lines) + "\n"
 
 
-def feature_cells(name: str, records: list[dict]) -> list[str]:
+def feature_cells(name: str, records: list[dict], has_patches: bool) -> list[str]:
     evaluations = [record["evaluation"] for record in records]
 
     def measured(metric, percent):
@@ -118,7 +124,7 @@ def feature_cells(name: str, records: list[dict]) -> list[str]:
         mean_and_range(best_layers, percent=True),
         *measured("linear_accuracy", percent=True),
         *measured("effective_rank", percent=False),
-        *patch_cells(records),
+        *(patch_cells(records) if has_patches else []),
         mean_and_range([values[-1] for values in norms]),
         mean_and_range(deepest),
         f"{records[0]['training_flops'] / 1e12:.3g}",

@@ -4,7 +4,7 @@
 def results_tables(results: dict) -> str:
     """The rows as a table; of a diffusion model's blocks, one table for every metric."""
     if "grid" not in results:
-        return "\n\n".join(markdown_table(rows) for rows in group_by_columns(results["rows"]))
+        return rows_tables(results["rows"])
     grid, lines = results["grid"], []
     for metric, cells in grid["cells"].items():
         lines += [f"{metric}, by block and noise level", ""]
@@ -51,12 +51,12 @@ def protocol_text(protocol: dict, rows: dict[str, dict[str, float]]) -> str:
     return "; ".join(parts)
 
 
-def group_by_columns(rows: dict[str, dict[str, float]]) -> list[dict[str, dict[str, float]]]:
-    """Rows in groups that have the same metrics: pooled and dense features are measured by different ones."""
+def rows_tables(rows: dict[str, dict[str, float]]) -> str:
+    """A table for all rows that have the same metrics: pooled and dense features are measured by different ones."""
     groups: dict[tuple, dict] = {}
     for name, row in rows.items():
         groups.setdefault(tuple(row), {})[name] = row
-    return list(groups.values())
+    return "\n\n".join(markdown_table(group) for group in groups.values())
 
 
 def markdown_table(rows: dict[str, dict[str, float]]) -> str:

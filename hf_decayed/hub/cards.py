@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from ..errors import UserError
-from ..evaluation.tables import format_metric, markdown_table, protocol_text
+from ..evaluation.tables import format_metric, protocol_text, rows_tables
 from ..kinds import Kind, read_field, read_json, read_model_folder, read_text
 
 
@@ -86,7 +86,8 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
     for file, evaluation in zip(files, evaluations):
         sections.append(evaluation_text(evaluation))
         if file.with_suffix(".png").exists():
-            sections.append(f"![every cell](results/{file.stem}.png)")
+            caption = "every cell" if "grid" in evaluation else "what and where against depth"
+            sections.append(f"![{caption}](results/{file.stem}.png)")
     pictures = {**model.kind.pictures, **CURVES}
     return ModelCard.from_template(
         data,
@@ -175,24 +176,25 @@ def training_table(results: dict, kind: Kind) -> str:
 def evaluation_text(evaluation: dict) -> str:
     dataset = evaluation["dataset"]
     number = dataset["number"]
-    number = (
-        f"{number['train']} training and {number['test']} held-out images"
-        if isinstance(number, dict)
-        else f"{number} images"
-    )
+    if isinstance(number, dict):
+        splits = {"train": "training", "test": "held-out"}
+        number = " and ".join(f"{number[split]} {name}" for split, name in splits.items() if split in number)
+    number = f"{number} images"
     rows = evaluation["rows"]
     if evaluation.get("best"):  # of a grid, the best cells and the pixels
         rows = {name: rows[name] for name in dict.fromkeys([*evaluation["best"].values(), "pixels"]) if name in rows}
     return (
         f"{dataset['name']}, {number}; {protocol_text(evaluation['protocol'], rows)}; protocol "
-        f"`{evaluation['protocol_hash']}`:\n\n{markdown_table(rows)}\n\n    {evaluation['command']}"
+        f"`{evaluation['protocol_hash']}`:\n\n{rows_tables(rows)}\n\n    {evaluation['command']}"
     )
 
 
 def eval_results(evaluation: dict, task: str) -> list[EvalResult]:
-    """Metadata for the Hub's leaderboards: the first row of an evaluation that is the model's own."""
-    own_rows = [row for row in evaluation["rows"] if row != "pixels"]
-    row = next(iter(evaluation["best"].values())) if evaluation.get("best") else own_rows[0] if own_rows else None
+    """Metadata for the Hub's leaderboards: the first row of an evaluation that is the model's own, of patches the last."""
+    own_rows = [row for row in evaluation["rows"] if not row.startswith("pixels")]
+    row = own_rows[-1 if own_rows[0].endswith(".patches") else 0] if own_rows else None
+    if evaluation.get("best"):
+        row = next(iter(evaluation["best"].values()))
     return [
         EvalResult(
             task_type=task,
@@ -203,7 +205,8 @@ def eval_results(evaluation: dict, task: str) -> list[EvalResult]:
             metric_value=float(f"{value:.4g}"),
         )
         for metric, value in evaluation["rows"].get(row, {}).items()
-        if not metric.endswith("_spread")
+        # Less is better for a position, which leaderboards would not know.
+        if not metric.endswith("_spread") and not metric.startswith("position_")
     ]
 
 

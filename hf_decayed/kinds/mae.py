@@ -5,6 +5,7 @@ from ._transformers import CLASSIFIER_LIMITS, FEATURE_LIMITS, image_model_usage
 
 
 MODELING = "hf_decayed.models.modeling_decayed_vit_mae"
+SEGMENTATION = "hf_decayed.pipelines.pipeline_unsupervised_segmentation"
 
 
 def reference_output(loaded):
@@ -55,6 +56,13 @@ KIND = Kind(
     },
     usage=image_model_usage,
     reference_output=reference_output,
+    pipelines=(SEGMENTATION,),
+    metrics={
+        "cluster_miou": "unsupervised segmentation by patches, mean IoU",
+        "cluster_miou_pixels": "the same of raw pixels",
+        "patch_accuracy": "class of a patch, linear probe",
+        "position_accuracy": "position of a patch, linear probe: how much features say where",
+    },
     pictures={
         "reconstructions.png": "images, what the encoder sees of them, and what is made of that",
         "patches.png": "held-out images, and three principal components of their patches' features as colours",
