@@ -50,7 +50,7 @@ def _register_pipelines(custom_pipelines: dict[str, dict]) -> None:
 
 _deprecated.install()
 _modules: dict[str, str] = {}  # public name -> its module, from the `__all__` of the modules
-_rooms = ("models", "pipelines", "spectral")
+_rooms = ("decay", "models", "pipelines", "spectral")
 for _path in sorted(path for room in _rooms for path in _Path(__file__).parent.glob(f"{room}/*.py")):
     _constants = _read_constants(_path)
     _modules |= dict.fromkeys(_constants.get("__all__", []), f".{_path.parent.name}.{_path.stem}")

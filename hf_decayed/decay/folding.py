@@ -1,0 +1,207 @@
+"""Folding: a decayed pre-norm network is a stock network whose branch outputs are larger.
+
+With P the product of the alphas that the stream x has passed, u = x / P obeys `u <- u + f(norm(u)) / P`: norms do not see
+the scale of their input (but for their eps), so the last layer of every branch takes the factor 1 / P.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+from .carrier import ScaledModule, decayed_stacks, derive, original_class, rebuild, restore, settings_alphas
+from .families import scaled_names
+from .schedule import DecaySettings, running_products
+from .stacks import Stack
+
+
+__all__ = ["fold_shortcuts", "remove_decay"]
+
+FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Streams of trained networks have values of some hundreds, and float16 ends at 65504.
+LARGEST_HALF_GROWTH = 64
+# In files of a decayed model's `save_pretrained`; stock classes report it as an unexpected weight, and load the others.
+FOLDED_KEY = "folded_shortcuts"
+
+
+def remove_decay(model: nn.Module) -> nn.Module:
+    """Gives a decayed model plain shortcuts again, in place; its weights stay, so that it computes something else.
+
+    To keep what the model computes, see [`fold_shortcuts`]. Returns the model.
+    """
+    stacks = require_decay(model)
+    if any(settings.keep_function for _, settings in stacks):
+        raise UserError("The weights were scaled by `keep_function=True`: `fold_shortcuts` scales them back.")
+    uninstall(model, stacks)
+    return model
+
+
+def fold_shortcuts(model: nn.Module) -> nn.Module:
+    """Turns a decayed model, in place, into a stock model of the same class whose outputs are the same.
+
+    Weights of the branches are divided by the decay that the stream has passed. Everything behind the final norm is as
+    before, to the precision of the weights and the eps of the norms; hidden states, and last hidden states of models without
+    a final norm, come out divided by the product of the alphas. A model of `decay_shortcuts(..., keep_function=True)` folds
+    exactly. Fold a `copy.deepcopy(model)` to go on training the decayed one.
+
+    Raises `UserError` for models that read their stream without a norm (ResNet, UNet2D), for quantised or sharded
+    weights, unmerged adapters, and if float16 would overflow. Returns the model.
+
+    >>> fold_shortcuts(model).save_pretrained("stock")
+    """
+    stacks = require_decay(model)
+    for stack, settings in stacks:
+        scale_branches(stack, settings, fold=True)
+    uninstall(model, stacks)
+    return model
+
+
+def require_decay(model: nn.Module) -> list[tuple[Stack, DecaySettings]]:
+    stacks = decayed_stacks(model)
+    if not stacks:
+        raise UserError(f"{type(model).__name__} has no decayed shortcuts: call `decay_shortcuts` first.")
+    return stacks
+
+
+def uninstall(model: nn.Module, stacks: list[tuple[Stack, DecaySettings]]) -> None:
+    for stack, _ in stacks:
+        for module, block in zip(stack.modules, stack.blocks):
+            for name in scaled_names(block):
+                restore(module.get_submodule(name), ScaledModule)
+            restore(module, ScaledModule)
+    for module in model.modules():
+        restore(module, FoldedSaving)
+
+
+def scale_branches(stack: Stack, settings: DecaySettings, fold: bool) -> None:
+    """Multiplies the weights of the branches by their folding factors, or divides them (`fold=False`)."""
+    factors = list(folding_factors(stack, settings_alphas(stack, settings), settings.keep_function))
+    check_folding(stack, factors)
+    with torch.no_grad():
+        for parameter, factor in factors:
+            parameter.mul_(factor if fold else 1 / factor)
+
+
+def folding_factors(
+    stack: Stack, alphas: list[list[float]], keep_function: bool
+) -> Iterator[tuple[nn.Parameter, float]]:
+    """`(parameter, factor)` of the parameters of the stock model that differ from the decayed one.
+
+    Layers that read the stream without a norm take the inverse factor, unless `keep_function` scales what they read.
+    """
+    for index, _, branch, before, after in running_products(stack.blocks, alphas):
+        for layer_name in branch.output_layers:
+            for parameter in stack.modules[index].get_submodule(layer_name).parameters():
+                yield parameter, 1 / after
+        for layer_name in branch.input_layers if not keep_function else ():
+            yield stack.modules[index].get_submodule(layer_name).weight, before
+
+
+def check_folding(stack: Stack, factors: list[tuple[nn.Parameter, float]]) -> None:
+    """Raises before anything is changed."""
+    if stack.fold_refusal:
+        raise UserError(f"The decay cannot become stock weights: {stack.fold_refusal}.")
+    layers = [layer for module, block in zip(stack.modules, stack.blocks) for layer in output_layers(module, block)]
+    for layer in layers:
+        check_layer(layer)
+    if len({id(parameter) for parameter, _ in factors}) < len(factors):
+        raise UserError("The decay cannot become stock weights: layers of different depth share weights.")
+    for parameter, factor in factors:
+        if parameter.dtype == torch.float16:
+            growth = max(factor, 1 / factor)
+            largest = parameter.detach().abs().max().item() * growth
+            if growth > LARGEST_HALF_GROWTH or largest > torch.finfo(torch.float16).max:
+                raise UserError(
+                    f"float16 is too small to fold this decay: activations change by a factor of {growth:.3g}. "
+                    "Convert the model to bfloat16 or float32 first."
+                )
+
+
+def output_layers(module: nn.Module, block) -> Iterator[nn.Module]:
+    for step in block.steps:
+        for branch in step:
+            for name in (*branch.output_layers, *branch.input_layers):
+                yield module.get_submodule(name)
+
+
+def check_layer(layer: nn.Module) -> None:
+    """Accepts plain layers with weights in ordinary tensors."""
+    name = type(layer).__name__
+    if not isinstance(layer, (nn.Linear, nn.Conv2d)) and name != "Conv1D":
+        raise UserError(f"{name} cannot be folded: merge adapters, or restore the layers that were replaced, first.")
+    for parameter in layer.parameters():
+        if parameter.is_meta or parameter.numel() == 0 or type(parameter.data) is not torch.Tensor:
+            raise UserError(f"Weights of {name} are sharded, offloaded or quantised: gather them before folding.")
+        if parameter.dtype not in FLOAT_TYPES:
+            raise UserError(f"Weights of {name} are quantised ({parameter.dtype}): fold before quantisation.")
+
+
+class FoldedSaving:
+    """Mixin of models with decayed blocks: `save_pretrained` writes folded weights.
+
+    A saved folder names a stock class, and stock code must compute from it what the model computed.
+    """
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Writes folded weights, which a stock class loads, and a number by which a decayed model knows them as folded.
+
+        `load_state_dict` of a decayed model undoes the folding of such weights, so that a `Trainer` resumes. Weights
+        without the number, such as those of `fold_shortcuts(model).save_pretrained(...)`, are taken as they are.
+        """
+        stacks = decayed_stacks(self)  # type: ignore[arg-type]
+        if not stacks:
+            return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        for stack, _ in stacks:
+            if stack.fold_refusal:
+                raise UserError(
+                    f"{type(self).__name__} would be loaded without its decay, and cannot be saved as stock weights: "
+                    f"{stack.fold_refusal}. Save `state_dict()`, or call `remove_decay` first."
+                )
+        if kwargs.get("state_dict") is not None:
+            kwargs["state_dict"] = scale_state_dict(self, stacks, kwargs["state_dict"], fold=True)
+            return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        folded = fold_shortcuts(copy.deepcopy(self))  # type: ignore[type-var]
+        folded._register_state_dict_hook(add_folded_key)
+        return folded.save_pretrained(save_directory, *args, **kwargs)
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """As that of every module; weights that `save_pretrained` of a decayed model has folded are unfolded."""
+        if FOLDED_KEY in state_dict:
+            state_dict = scale_state_dict(self, decayed_stacks(self), state_dict, fold=False)  # type: ignore[arg-type]
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self):
+        return rebuild, (FoldedSaving, original_class(self, FoldedSaving)), self.__getstate__()
+
+
+def add_folded_key(module: nn.Module, state_dict: dict, prefix: str, _) -> None:
+    if not prefix:
+        state_dict[FOLDED_KEY] = torch.ones(1)
+
+
+def scale_state_dict(model, stacks: list[tuple[Stack, DecaySettings]], state_dict: dict, fold: bool) -> dict:
+    """A folded copy of a decayed model's state dict, with the key that says so, or the reverse."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    scaled = dict(state_dict)
+    for stack, settings in stacks:
+        factors = list(folding_factors(stack, settings_alphas(stack, settings), settings.keep_function))
+        check_folding(stack, factors)
+        for parameter, factor in factors:
+            name = names[id(parameter)]
+            if name in scaled:
+                scaled[name] = scaled[name] * (factor if fold else 1 / factor)
+    if fold:
+        scaled[FOLDED_KEY] = torch.ones(1)
+    else:
+        del scaled[FOLDED_KEY]
+    return scaled
+
+
+def install_saving(model: nn.Module) -> None:
+    """Derives the classes of the models that hold decayed blocks; adapters are saved without the model's weights."""
+    for module in list(model.modules()):
+        has_saving = hasattr(type(module), "save_pretrained") and not type(module).__module__.startswith("peft.")
+        if has_saving and any(vars(child).get("decay_settings") for child in module.modules()):
+            derive(module, FoldedSaving)

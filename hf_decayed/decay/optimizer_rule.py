@@ -1,0 +1,88 @@
+"""What the decay is for an optimizer: a plain network whose branches learn faster with depth."""
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+from .carrier import decayed_stacks
+from .folding import check_folding, folding_factors
+from .schedule import check_choices, resolve_decay, stack_alphas
+from .stacks import find_stack
+
+
+__all__ = ["shortcut_parameter_groups"]
+
+# A parameter of the stock network is c times that of the decayed one, and its gradient 1 / c times. Powers of c by which
+# learning rate, weight decay and eps change, so that the updates differ by c as well. AdamW and LAMB decay weights apart
+# from the gradient, the others as a part of it; the trust ratios of LARS and LAMB bring the scale of the weight themselves.
+POWERS = {
+    "adamw": {"lr": 1, "weight_decay": -1, "eps": -1},
+    "adam": {"lr": 1, "weight_decay": -2, "eps": -1},
+    "sgd": {"lr": 2, "weight_decay": -2},
+    "lars": {"lr": 0, "weight_decay": -2},
+    "lamb": {"lr": 0, "weight_decay": -1, "eps": -1},
+}
+
+
+def shortcut_parameter_groups(
+    model: nn.Module,
+    shortcut_decay: float | str = "auto",
+    optimizer: str = "adamw",
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    schedule: str = "linear",
+    granularity: str = "sublayer",
+    scope: str = "both",
+    blocks: dict[type, list[tuple[str, ...]]] | None = None,
+) -> list[dict]:
+    """Parameter groups with which a plain model trains as its decayed form would, for models that cannot be changed.
+
+    With P the product of the alphas up to a branch, its last layer gets, for Adam, `lr / P` and `weight_decay * P`. The two
+    networks take the same steps if they also begin alike: with branch outputs at zero, or at those of
+    `fold_shortcuts(decay_shortcuts(model, ...))`. Gradient clipping by norm sees other gradients.
+
+    Args:
+        model (`nn.Module`): A model without decay, as for [`decay_shortcuts`], which has the same arguments.
+        optimizer (`str`, defaults to `"adamw"`): `adamw`, `adam`, `sgd` (with or without momentum), `lars` or `lamb`.
+        lr (`float`): Learning rate of the other parameters.
+        weight_decay (`float`, defaults to 0): Of matrices; biases and norms have none.
+        eps (`float`, defaults to 1e-8): Of Adam and LAMB; it scales with the gradients.
+
+    Returns groups for a torch optimizer, those with the rates of the plain network first.
+
+    >>> optimizer = torch.optim.AdamW(shortcut_parameter_groups(model, 0.6, lr=1e-4, weight_decay=0.05))
+    """
+    if optimizer not in POWERS:
+        raise UserError(f"`optimizer` must be one of {', '.join(POWERS)}, got {optimizer!r}.")
+    check_choices(shortcut_decay, schedule, granularity, scope)
+    if decayed_stacks(model):
+        raise UserError(f"{type(model).__name__} is decayed already: its optimizer needs no other rates.")
+    stack = find_stack(model, blocks)
+    value = resolve_decay(stack.blocks, shortcut_decay, schedule, granularity, scope)
+    alphas = stack_alphas(stack.blocks, value, schedule, granularity, scope)
+    factors = list(folding_factors(stack, alphas, keep_function=False))
+    check_folding(stack, factors)
+    scales = {id(parameter): factor for parameter, factor in factors}
+    rates = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+    return group_parameters(model, scales, {name: rates[name] for name in POWERS[optimizer]}, POWERS[optimizer])
+
+
+def group_parameters(
+    model: nn.Module, scales: dict[int, float], rates: dict[str, float], powers: dict[str, int]
+) -> list[dict]:
+    """One group for every scale, and for parameters with and without weight decay; frozen parameters are left out."""
+    members: dict[tuple[float, bool], list[torch.nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            key = (scales.get(id(parameter), 1.0), parameter.ndim > 1)
+            members.setdefault(key, []).append(parameter)
+    groups = []
+    for (scale, is_matrix), parameters in members.items():
+        group = {name: rate * scale ** powers[name] for name, rate in rates.items()}
+        if not is_matrix:
+            group["weight_decay"] = 0.0
+        if parameters:
+            groups.append({"params": parameters, **group})
+    return groups

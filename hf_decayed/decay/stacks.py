@@ -1,0 +1,201 @@
+"""The residual stack of a model: its blocks in the order in which they run, or why there is none."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..errors import UserError
+from .families import (
+    FAMILIES,
+    POST_NORM,
+    Block,
+    Branch,
+    Family,
+    describe_unet_attention,
+    describe_unet_resnet,
+    has_module,
+    scaled_names,
+)
+
+
+UNET_REFUSAL = "the skips and resampling layers of a UNet read its stream without a norm"
+UNET_PARTS = ("DownBlock2D", "AttnDownBlock2D", "UNetMidBlock2D", "UpBlock2D", "AttnUpBlock2D")
+
+
+@dataclass
+class Stack:
+    """Residual blocks of a model in the order in which they run."""
+
+    modules: list[nn.Module]
+    blocks: list[Block]
+    # Why the decay cannot be folded into stock weights; empty if it can.
+    fold_refusal: str = ""
+
+
+def find_stack(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]] | None = None) -> Stack:
+    """The residual stack of a model that is not decayed yet; raises `UserError` where there is none, or several.
+
+    Args:
+        blocks (`dict`, *optional*): Branches of the user's block classes, `(reader, adder)` or
+            `(reader, adder, output_layer)`.
+    """
+    refuse_own_models(model)
+    if blocks is not None:
+        stack = find_user_blocks(model, blocks)
+    elif any(library_class(module) == "UNet2DModel" for module in model.modules()):
+        stack = find_unet_blocks(model)
+    else:
+        stack = find_family_blocks(model)
+    check_blocks(model, stack)
+    return stack
+
+
+def refuse_own_models(model: nn.Module) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if "shortcut_decay" in config if isinstance(config, dict) else hasattr(config, "shortcut_decay"):
+            raise UserError(
+                f"{type(module).__name__} has shortcuts of its own: set `shortcut_decay` in its config instead."
+            )
+
+
+def library_class(module: nn.Module) -> str | None:
+    """Name of the module's class if transformers or diffusers define it."""
+    module_class = type(module)
+    in_library = module_class.__module__.split(".")[0] in ("transformers", "diffusers")
+    return module_class.__name__ if in_library else None
+
+
+def find_family_blocks(model: nn.Module) -> Stack:
+    families = {name: blocks for name, family in FAMILIES.items() if (blocks := named_blocks(model, family))}
+    if not families:
+        raise UserError(no_family_sentence(model))
+    if len(families) > 1:
+        raise UserError(
+            f"{type(model).__name__} has several residual stacks ({', '.join(families)}): pass the part to be decayed."
+        )
+    (name, named), *_ = families.items()
+    family = FAMILIES[name]
+    parents = list(dict.fromkeys(block_name.rpartition(".")[0] for block_name, _ in named))
+    if not family.staged and len(parents) > len(family.describe):
+        raise UserError(
+            f"{type(model).__name__} has several residual stacks ({', '.join(parents)}): pass the part to be decayed, "
+            "such as `model.vision_model`."
+        )
+    for parent in parents:
+        strangers = {type(child).__name__ for child in model.get_submodule(parent).children()}
+        if strangers := strangers - family.describe.keys():
+            raise UserError(
+                f"'{parent}' of {type(model).__name__} has blocks of unknown classes: {', '.join(strangers)}."
+            )
+    stack = Stack([], [], family.fold_refusal)
+    for block_name, module in named:
+        block = family.describe[type(module).__name__](module)
+        stage = parents.index(block_name.rpartition(".")[0]) if family.staged else 0
+        stack.modules.append(module)
+        stack.blocks.append(Block(block.steps, block.stream_outputs, stage))
+    return stack
+
+
+def named_blocks(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if library_class(module) in family.describe and not (family.skip and family.skip in name)
+    ]
+
+
+def no_family_sentence(model: nn.Module) -> str:
+    names = {type(module).__name__ for module in model.modules()}
+    if post_norm := sorted(names & set(POST_NORM)):
+        return (
+            f"{type(model).__name__} normalises after each addition ({post_norm[0]}), which undoes a decay of the "
+            "shortcut: only pre-norm blocks can be decayed."
+        )
+    return (
+        f"{type(model).__name__} has no blocks of a known family ({', '.join(FAMILIES)}, UNet2D): name its pre-norm blocks, "
+        'as in `blocks={MyBlock: [("norm1", "attn"), ("norm2", "mlp")]}`.'
+    )
+
+
+def find_unet_blocks(model: nn.Module) -> Stack:
+    """Blocks of a `UNet2DModel` in the order in which they run, which is not the order of its modules."""
+    unets = [module for module in model.modules() if library_class(module) == "UNet2DModel"]
+    if len(unets) > 1:
+        raise UserError(f"{type(model).__name__} has {len(unets)} UNet2DModels: pass the one to be decayed.")
+    unet = unets[0]
+    parts = [*unet.down_blocks, *([unet.mid_block] if unet.mid_block is not None else []), *unet.up_blocks]
+    modules = [module for part in parts for module in unet_part_blocks(part)]
+    describe = {"ResnetBlock2D": describe_unet_resnet, "Attention": describe_unet_attention}
+    return Stack(modules, [describe[type(module).__name__](module) for module in modules], UNET_REFUSAL)
+
+
+def unet_part_blocks(part: nn.Module) -> Iterator[nn.Module]:
+    if type(part).__name__ not in UNET_PARTS:
+        raise UserError(f"A UNet2D is supported with the blocks {', '.join(UNET_PARTS)}, not {type(part).__name__}.")
+    resnets, attentions = list(part.resnets), list(getattr(part, "attentions", []))
+    if type(part).__name__ == "UNetMidBlock2D":  # resnet, then pairs of attention and resnet
+        yield resnets[0]
+        pairs = zip(attentions, resnets[1:])
+    else:
+        pairs = zip(resnets, attentions or [None] * len(resnets))
+    for pair in pairs:
+        yield from (module for module in pair if module is not None)
+    resamplers = [*(getattr(part, "downsamplers", None) or []), *(getattr(part, "upsamplers", None) or [])]
+    yield from (module for module in resamplers if type(module).__name__ == "ResnetBlock2D")
+
+
+def find_user_blocks(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]]) -> Stack:
+    if not isinstance(blocks, dict) or not blocks:
+        raise UserError("`blocks` must be a dictionary from block classes to lists of (reader, adder) names.")
+    described = {block_class: describe_user_block(block_class, pairs) for block_class, pairs in blocks.items()}
+    modules = [module for _, module in model.named_modules(remove_duplicate=False) if type(module) in described]
+    if missing := [block_class.__name__ for block_class in described if block_class not in map(type, modules)]:
+        raise UserError(f"{type(model).__name__} has no block of class {', '.join(missing)}, which `blocks` names.")
+    stack = Stack(modules, [described[type(module)] for module in modules])
+    if any(not branch.output_layers for block in stack.blocks for step in block.steps for branch in step):
+        stack.fold_refusal = '`blocks` names no output layers; add them, as in `("norm1", "attn", "attn.proj")`'
+    return stack
+
+
+def describe_user_block(block_class: type, pairs: list[tuple[str, ...]]) -> Block:
+    if not (isinstance(block_class, type) and issubclass(block_class, nn.Module)):
+        raise UserError(f"`blocks` must have classes of modules as keys, got {block_class!r}.")
+    valid = isinstance(pairs, (list, tuple)) and all(isinstance(pair, (list, tuple)) for pair in pairs)
+    if not (valid and pairs and all(2 <= len(pair) <= 3 and all(isinstance(n, str) for n in pair) for pair in pairs)):
+        raise UserError(
+            f"`blocks[{block_class.__name__}]` must be a list of (reader, adder) or (reader, adder, output layer) "
+            f"names, got {pairs!r}."
+        )
+    kinds = ["attention", "mlp"] if len(pairs) == 2 else ["unknown"] * len(pairs)
+    stream = forward_parameters(block_class)[0]
+    steps = [
+        (Branch(kind, pair[0], pair[1], (stream,), output_layers=tuple(pair[2:])),) for kind, pair in zip(kinds, pairs)
+    ]
+    return Block(tuple(steps))
+
+
+def forward_parameters(module_class: type) -> list[str]:
+    """Names of the arguments of `forward`, without `self`."""
+    return list(inspect.signature(module_class.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def check_blocks(model: nn.Module, stack: Stack) -> None:
+    """Refuses blocks that lack a named module, share modules, or have a `forward` that a hook replaced."""
+    scaled = list(stack.modules)
+    for module, block in zip(stack.modules, stack.blocks):
+        branches = [branch for step in block.steps for branch in step]
+        layers = [name for branch in branches for name in (*branch.output_layers, *branch.input_layers)]
+        for name in [*scaled_names(block), *layers]:
+            if not has_module(module, name):
+                raise UserError(f"{type(module).__name__} has no submodule '{name}': its version is not supported.")
+        scaled += [module.get_submodule(name) for name in scaled_names(block)]
+    if len({id(module) for module in scaled}) < len(scaled):
+        raise UserError(f"{type(model).__name__} uses blocks or norms several times: shared modules have no depth.")
+    for module in scaled:
+        if "forward" in vars(module):
+            raise UserError(
+                f"{type(module).__name__} has a replaced `forward`, as with `device_map`: decay the model before that."
+            )
