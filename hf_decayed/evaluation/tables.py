@@ -53,6 +53,8 @@ def protocol_text(protocol: dict, rows: dict[str, dict[str, float]]) -> str:
 
 def rows_tables(rows: dict[str, dict[str, float]]) -> str:
     """A table for all rows that have the same metrics: pooled and dense features are measured by different ones."""
+    if not rows:
+        raise ValueError("There are no rows of metrics.")
     groups: dict[tuple, dict] = {}
     for name, row in rows.items():
         groups.setdefault(tuple(row), {})[name] = row
