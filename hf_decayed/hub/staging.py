@@ -1,5 +1,6 @@
 """Copies what a model repository holds from the folder of a run, and refuses what it must not hold."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -14,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from ..errors import UserError
-from ..kinds import list_kinds, read_json, read_text
+from ..kinds import find_kind, list_kinds, read_json, read_text
 from .cards import PLACEHOLDER
 
 
@@ -72,6 +73,7 @@ def stage(source: Path, staged: Path) -> None:
             config.write_text(json.dumps(content, indent=2) + "\n")
     if not list(staged.rglob("*.safetensors")):
         raise PublishingError(f"'{source}' holds no weights (.safetensors).")
+    add_pipelines(staged)
     for module in code_modules(staged):
         if not list(staged.rglob(f"{module}.py")):  # a component's code lies in the component's folder
             raise PublishingError(f"'{module}.py', which the config names, is missing: save the model again.")
@@ -144,19 +146,26 @@ def is_pickle(path: Path) -> bool:
     return False
 
 
+def add_pipelines(folder: Path) -> None:
+    """Puts the transformers pipelines of a model's kind beside it: their code, and their entries in its config."""
+    config = read_json(folder / "config.json")
+    architectures = config.get("architectures")
+    kind = find_kind(str(architectures[0])) if isinstance(architectures, list) and architectures else None
+    for name in kind.pipelines if kind else ():
+        module = importlib.import_module(name)
+        file = Path(str(module.__file__))
+        shutil.copyfile(file, folder / file.name)
+        others = config.get("custom_pipelines")
+        config["custom_pipelines"] = {**(others if isinstance(others, dict) else {}), **module.CUSTOM_PIPELINES}
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def code_modules(staged: Path) -> set[str]:
     """Modules that the configs of a repository load code from; code of other repositories is refused."""
     modules = set()
     for config in sorted([*staged.rglob("*config.json"), *staged.glob("model_index.json")]):
         name, content = config.relative_to(staged).as_posix(), read_json(config)
-        entries = content.get("auto_map") or {}
-        if not isinstance(entries, dict) or not all(isinstance(v, (str, type(None))) for v in entries.values()):
-            raise PublishingError(f"`auto_map` in '{name}' must name code by class, got {entries!r}.")
-        references = [value for value in entries.values() if value]
-        if foreign := [reference for reference in references if "--" in reference]:
-            raise PublishingError(f"'{name}' takes code from another repository, {foreign[0]}: save the model again.")
-        if misnamed := [reference for reference in references if not re.fullmatch(r"[A-Za-z_]\w*\.\w+", reference)]:
-            raise PublishingError(f"`auto_map` in '{name}' must name a module and a class, got {misnamed[0]!r}.")
+        references = code_references(content, name)
         # Transformers downloads a kernel, which is native code, for an attention that is named like a repository.
         kernels = [value for key, value in content.items() if "attn_implementation" in key and "/" in str(value)]
         if kernels:
@@ -174,6 +183,27 @@ def code_modules(staged: Path) -> set[str]:
     if misnamed := [module for module in modules if not module.isidentifier()]:
         raise PublishingError(f"'model_index.json' must name modules of its folder, got {misnamed[0]!r}.")
     return modules
+
+
+def code_references(content: dict, name: str) -> list[str]:
+    """What `auto_map` and `custom_pipelines` of a config name, as `module.Class`; code of other repositories is refused."""
+    classes = content.get("auto_map") or {}
+    if not isinstance(classes, dict) or not all(isinstance(value, (str, type(None))) for value in classes.values()):
+        raise PublishingError(f"`auto_map` in '{name}' must name code by class, got {classes!r}.")
+    pipelines = content.get("custom_pipelines") or {}
+    entries = list(pipelines.values()) if isinstance(pipelines, dict) else [pipelines]
+    if not all(isinstance(entry, dict) and isinstance(entry.get("impl"), str) for entry in entries):
+        raise PublishingError(f"`custom_pipelines` in '{name}' must name code by task, got {pipelines!r}.")
+    fields = {
+        "auto_map": [value for value in classes.values() if value],
+        "custom_pipelines": [entry["impl"] for entry in entries],
+    }
+    for field, references in fields.items():
+        if foreign := [reference for reference in references if "--" in reference]:
+            raise PublishingError(f"'{name}' takes code from another repository, {foreign[0]}: save the model again.")
+        if misnamed := [reference for reference in references if not re.fullmatch(r"[A-Za-z_]\w*\.\w+", reference)]:
+            raise PublishingError(f"`{field}` in '{name}' must name a module and a class, got {misnamed[0]!r}.")
+    return [reference for references in fields.values() for reference in references]
 
 
 def list_foreign_code(staged: Path) -> list[str]:

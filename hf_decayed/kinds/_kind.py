@@ -41,6 +41,8 @@ class Kind:
         has_shortcuts (`bool`, defaults to `True`): Whether the config has `shortcut_decay`.
         pictures (`Mapping[str, str]`): Pictures that the script writes beside the model, with their captions.
         metrics (`Mapping[str, str]`): Metrics in `results.json` that only this kind has, with their names in the card.
+        pipelines (`tuple[str, ...]`):
+            Modules of transformers pipelines that are published with its models; each defines `CUSTOM_PIPELINES`.
     """
 
     script: str
@@ -53,6 +55,7 @@ class Kind:
     has_shortcuts: bool = True
     pictures: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, str] = field(default_factory=dict)
+    pipelines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -514,6 +514,7 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
             self.save_pretrained(save_directory, is_main_process)
             return self.push_to_hub(repository, **kwargs)
         self.config.auto_map = dict(AUTO_MAP)
+        keep_saved_pipelines(self.config, save_directory)
         kwargs.setdefault("save_original_format", False)  # our parameter names, also for converted weights
         if is_main_process:
             os.makedirs(save_directory, exist_ok=True)
@@ -824,6 +825,19 @@ def saved_image_size(path: str) -> dict | None:
     """The image size in a `preprocessor_config.json`."""
     with open(path) as file:
         return json.load(file).get("size")
+
+
+def keep_saved_pipelines(config: DecayedViTMAEConfig, folder: str | os.PathLike) -> None:
+    """Drops custom pipelines whose code is not in the folder, and makes the others plain: `pipeline()` puts classes in."""
+    entries = config.__dict__.pop("custom_pipelines", None) or {}
+    files = {task: os.path.join(folder, f"{entry['impl'].partition('.')[0]}.py") for task, entry in entries.items()}
+    saved = {
+        task: {**entry, "pt": [getattr(auto_class, "__name__", auto_class) for auto_class in entry["pt"]]}
+        for task, entry in entries.items()
+        if os.path.exists(files[task])
+    }
+    if saved:
+        config.custom_pipelines = saved
 
 
 def image_processor(config: DecayedViTMAEConfig):
