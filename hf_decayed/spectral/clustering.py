@@ -44,6 +44,8 @@ from .solvers import (
 )
 
 
+__all__ = ["DatasetSpectralClustering", "LayerSpectralClustering"]
+
 GRAPHS = ("qk", "vv", "features")
 HEADS = ("separate", "concatenated")
 
