@@ -190,8 +190,9 @@ def scale_state_dict(model, stacks: list[tuple[Stack, DecaySettings]], state_dic
         check_folding(stack, factors)
         for parameter, factor in factors:
             name = names[id(parameter)]
-            if name in scaled:
-                scaled[name] = scaled[name] * (factor if fold else 1 / factor)
+            if name not in scaled:  # transformers saves some classes with the names of older versions
+                raise UserError(f"The state dict has no '{name}', which has to be scaled for the decay.")
+            scaled[name] = scaled[name] * (factor if fold else 1 / factor)
     if fold:
         scaled[FOLDED_KEY] = torch.ones(1)
     else:
