@@ -181,7 +181,7 @@ def save_what_and_where(path: Path, models: dict[str, dict[str, dict[str, float]
             spread = np.array([100 * rows[depth].get(f"{metric}_spread", 0.0) for depth in depths])
             axis.fill_between(depths, values - spread, values + spread, color=line.get_color(), alpha=0.2)
         axis.set(title=panels[metric], xlabel="layer (0: embedding)")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
         axis.grid(alpha=0.3)
     if len(models) > 1:
         axes[0][0].legend(fontsize=8)

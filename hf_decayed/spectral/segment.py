@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from ..data.decoding import decode_image
 from ..errors import DataError, UserError
 from ..provenance import model_fingerprint, versions
+from .regions import components_to_rgb
 from .segmenter import Segmentation, Segmenter
 
 
@@ -17,6 +18,7 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
 PICTURES = ("overlay", "rgb", "mask")
 GRID_IMAGES = 12
 GRID_SIDE = 128  # pixels of a picture in the grid
+TITLE_HEIGHT = 16
 
 
 def segment(
@@ -45,7 +47,7 @@ def segment(
     files = list_images(Path(images))
     names = model_names(models)
     settings = {"graph": graph, "n_clusters": n_clusters, "n_components": n_components, "solver": solver, "seed": seed}
-    rows = {}
+    rows: dict[str, list[Image.Image]] = {}
     for model, name in names.items():
         segmenter = Segmenter.from_pretrained(model, revision, trust_remote_code, layers=layers, **settings)
         folder = Path(output) / name
@@ -53,8 +55,12 @@ def segment(
         for number, (file, stem) in enumerate(tqdm(files.items(), desc=name, unit="image")):
             if not is_complete(folder, stem):
                 save_segmentation(segmenter(load_image(file, number)), folder, stem)
-        rows[name] = [folder / stem for stem in list(files.values())[:GRID_IMAGES]]
-    save_model_grid(Path(output) / "grid.png", rows)
+        shown = list(files.items())[:GRID_IMAGES]
+        rows[f"{name} - regions"] = [load_picture(folder / f"{stem}_overlay.png") for _, stem in shown]
+        rows[f"{name} - features of the last layer, one set of colours"] = feature_pictures(
+            segmenter, [load_image(file, number) for number, (file, _) in enumerate(shown)]
+        )
+    save_rows(Path(output) / "grid.png", rows)
     return f"{len(files)} images by {len(names)} models (overlay, rgb, mask), grid.png: {output}"
 
 
@@ -125,20 +131,28 @@ def save_segmentation(segmentation: Segmentation, folder: Path, stem: str) -> No
             temporary.unlink(missing_ok=True)
 
 
-def save_model_grid(path: Path, rows: dict[str, list[Path]]) -> None:
-    """Overlay and RGB picture of the first images, two rows for every model, with its name."""
-    pictures = [("overlay", name) for name in rows] + [("rgb", name) for name in rows]
-    pictures.sort(key=lambda picture: list(rows).index(picture[1]))
-    columns = max(len(stems) for stems in rows.values())
-    header = 16
-    grid = Image.new("RGB", (columns * (GRID_SIDE + 4), len(pictures) * (GRID_SIDE + header)), "white")
+def load_picture(path: Path) -> Image.Image:
+    with Image.open(path) as picture:
+        return picture.convert("RGB")
+
+
+def feature_pictures(segmenter: Segmenter, images: list[Image.Image]) -> list[Image.Image]:
+    """Three principal components of the patches' features as colours, fitted to all images together."""
+    features, grids = zip(*(segmenter.features(image) for image in images))
+    colours = components_to_rgb(list(features), list(grids), "pca")
+    return [Image.fromarray((255 * colour).round().byte().numpy()) for colour in colours]
+
+
+def save_rows(path: Path, rows: dict[str, list[Image.Image]]) -> None:
+    """Rows of pictures, each below its title."""
+    columns = max(map(len, rows.values()))
+    grid = Image.new("RGB", (columns * (GRID_SIDE + 4), len(rows) * (GRID_SIDE + TITLE_HEIGHT)), "white")
     draw = ImageDraw.Draw(grid)
-    for row, (kind, name) in enumerate(pictures):
-        top = row * (GRID_SIDE + header)
-        draw.text((2, top + 2), f"{name}: {'regions' if kind == 'overlay' else 'leading components'}", fill="black")
-        for column, stem in enumerate(rows[name]):
-            with Image.open(stem.with_name(f"{stem.name}_{kind}.png")) as picture:
-                grid.paste(fit(picture.convert("RGB")), (column * (GRID_SIDE + 4), top + header))
+    for row, (title, pictures) in enumerate(rows.items()):
+        top = row * (GRID_SIDE + TITLE_HEIGHT)
+        draw.text((2, top + 2), title, fill="black")
+        for column, picture in enumerate(pictures):
+            grid.paste(fit(picture), (column * (GRID_SIDE + 4), top + TITLE_HEIGHT))
     grid.save(path)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 from ..errors import UserError, explain_loading_errors
@@ -96,6 +97,14 @@ class Segmenter:
             network = getattr(network, "vision_model", network)  # of CLIP and its kin
             processor = AutoImageProcessor.from_pretrained(model, **origin)
         return cls(network, processor, **settings)
+
+    @torch.no_grad()
+    def features(self, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Features of the patches after the last layer, layer-normalised, `(patches, dim)`; and the grid of the patches."""
+        with record_attention(self.model, -1, "hidden_states") as record:
+            self.model(self.pixel_values(image).to(self.model.device))
+        states = record.layers[-1].hidden_states[0].float()
+        return F.layer_norm(states, states.shape[-1:]), record.layers[-1].grid
 
     @torch.no_grad()
     def __call__(self, image: Image.Image) -> Segmentation:
