@@ -23,6 +23,7 @@ from hf_decayed.kinds import find_kind, list_kinds, package_class, read_field, r
 
 
 PUBLIC_NAMES = {
+    "DatasetSpectralClustering",
     "DecayedResNetConfig",
     "DecayedResNetForImageClassification",
     "DecayedResNetModel",
@@ -35,12 +36,19 @@ PUBLIC_NAMES = {
     "DecayedViTMAEForImageClassification",
     "DecayedViTMAEForPreTraining",
     "DecayedViTMAEModel",
+    "LayerSpectralClustering",
     "Segmenter",
     "SiTSDEScheduler",
     "UnsupervisedSegmentationPipeline",
     "attention_map",
+    "decay_shortcuts",
     "effective_decay",
+    "fold_shortcuts",
     "record_attention",
+    "remove_decay",
+    "set_shortcut_decay",
+    "shortcut_alphas",
+    "shortcut_parameter_groups",
     "suggest_shortcut_decay",
 }
 
