@@ -71,6 +71,45 @@ def test_the_readme_has_the_numbers_of_the_cards():
     assert shown == readme_table()
 
 
+def depth_table() -> str:
+    """What and where at every layer of the plain and the decayed autoencoder of Fashion-MNIST."""
+    metrics = {"cluster_miou": "segmentation", "patch_accuracy": "class", "position_accuracy": "position"}
+    names = [f"{text}, {kind}" for text in metrics.values() for kind in ("plain", "decayed")]
+    lines = ["| layer | " + " | ".join(names) + " |", "|---" * 7 + "|"]
+    plain, decayed = (
+        json.loads((CARDS / f"{kind}-mae-fashion-mnist" / "results" / "patches.json").read_text())["rows"]
+        for kind in ("plain", "decayed")
+    )
+    for name in plain:
+        cells = []
+        for metric in metrics:
+            for rows in (plain, decayed):
+                spread = rows[name].get(f"{metric}_spread")
+                cells.append(f"{100 * rows[name][metric]:.1f}" + (f" +- {100 * spread:.1f}" if spread else ""))
+        lines.append(f"| {name.removesuffix('.patches')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_the_page_on_what_and_where_has_the_numbers_of_the_cards():
+    page = (ROOT / "docs" / "what_and_where.md").read_text()
+    assert re.search(r"<!-- depth -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1] == depth_table()
+    for picture in re.findall(r"\.\./(model_cards/\S+\.png)", page):
+        assert (ROOT / picture).stat().st_size > 5000
+
+
+def test_the_readme_has_the_numbers_of_what_and_where():
+    plain, decayed = (
+        json.loads((CARDS / f"{kind}-mae-fashion-mnist" / "results" / "patches.json").read_text())["rows"][
+            "12.patches"
+        ]
+        for kind in ("plain", "decayed")
+    )
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"from {100 * plain['cluster_miou']:.1f} to {100 * decayed['cluster_miou']:.1f} % mean IoU" in readme
+    shares = f"{100 * decayed['position_accuracy']:.0f} % of the patches instead of {100 * plain['position_accuracy']:.0f} %"
+    assert shares in readme
+
+
 def test_there_are_plain_and_decayed_ones():
     assert {name.split("-", 1)[1] for name in CHECKPOINTS if name.startswith("plain-mae-")} == {
         name.split("-", 1)[1] for name in CHECKPOINTS if name.startswith("decayed-mae-")

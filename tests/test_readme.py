@@ -19,10 +19,11 @@ import torch
 import uvit
 from conftest import TINY_SIZES
 from diffusers import DPMSolverMultistepScheduler
+from PIL import Image
 from sweep_tables import format_tables
 from test_conversion import sit_weights, timm_weights, uvit_weights
 from timing import render
-from transformers import ViTMAEConfig, ViTMAEForPreTraining
+from transformers import AutoModel, ViTMAEConfig, ViTMAEForPreTraining
 
 from hf_decayed import (
     DecayedResNetConfig,
@@ -60,9 +61,11 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch):
     assert names["baseline"].config.shortcut_decay == 1.0
 
 
-@pytest.mark.parametrize("page", ["method", "migration"])
-def test_pages_run(page):
+@pytest.mark.parametrize("page", ["method", "migration", "what_and_where"])
+def test_pages_run(page, tmp_path, monkeypatch):
     """Python blocks run, and lines that call a script or a command are understood."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     text = (ROOT / "docs" / f"{page}.md").read_text()
     names = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
@@ -157,7 +160,8 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
     network = DecayedUViT2DModel(sample_size=8, hidden_size=32, num_layers=2, num_attention_heads=2)
     DecayedUViTPipeline(network, DPMSolverMultistepScheduler()).save_pretrained("outputs/uvit")
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-decayed")]
-    expected = ["evaluate", "card", "publish", "sample"] + 4 * ["evaluate"] + 7 * ["convert"] + ["publish"]
+    expected = ["evaluate", "card", "publish", "sample"] + 3 * ["evaluate"] + ["segment"] + 2 * ["evaluate"]
+    expected += 7 * ["convert"] + ["publish"]
     assert [line.split()[1] for line in lines] == expected
     for line in [
         line for line in lines if line.split()[1] == "evaluate"
@@ -166,7 +170,10 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
     lines = [line for line in lines if line.split()[1] != "evaluate"]
     model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))
     model.save_pretrained("outputs/mae")
+    AutoModel.from_config(model.config).save_pretrained("facebook/dinov2-base")
+    Image.new("RGB", (40, 30), "orange").save("photo.jpg")
     said = {
+        "segment": "1 image by 2 models",
         "convert": "written to",
         "card": "written: ",
         "sample": "36 samples",

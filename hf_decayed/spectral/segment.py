@@ -61,7 +61,11 @@ def segment(
             segmenter, [load_image(file, number) for number, (file, _) in enumerate(shown)]
         )
     save_rows(Path(output) / "grid.png", rows)
-    return f"{len(files)} images by {len(names)} models (overlay, rgb, mask), grid.png: {output}"
+    counts = [
+        f"{number} {word}{'s' if number > 1 else ''}"
+        for number, word in ((len(files), "image"), (len(names), "model"))
+    ]
+    return f"{' by '.join(counts)} (overlay, rgb, mask), grid.png: {output}"
 
 
 def list_images(path: Path) -> dict[Path, str]:
