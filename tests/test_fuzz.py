@@ -17,7 +17,6 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from datasets import Image as ImageFeature
 from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from test_publishing import MIXED, SECRETS, WRITERS, run_command, write_run
-from test_run import COMMON, SCRIPTS, flags_of, pretrained, start, weights  # noqa: F401, `pretrained` is a fixture
+from test_run import COMMON, SCRIPTS, flags_of, kill, pretrained, start, weights  # noqa: F401, `pretrained` is a fixture
 
 from hf_decayed import (
     DecayedResNetConfig,
@@ -377,9 +376,7 @@ def kill_at(moment, process, output_dir, rng):
             break
         time.sleep(0.001)
     running = process.poll() is None
-    if running:
-        os.killpg(process.pid, signal.SIGKILL)
-    _, errors = process.communicate()
+    _, errors = kill(process) if running else process.communicate()
     # A run that ended by itself ended well; one that was killed had not failed before.
     assert "Traceback" not in errors and (running or process.returncode == 0), errors[-3000:]
     return running

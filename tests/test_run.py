@@ -15,6 +15,7 @@ from pathlib import Path
 
 import mae
 import numpy as np
+import psutil
 import pytest
 import torch
 import uvit
@@ -92,6 +93,20 @@ def start(script, *flags, processes=1):
     )
 
 
+def kill(process):
+    """SIGKILL for a run and all its processes: the launcher starts each of them in a session of its own."""
+    parent = psutil.Process(process.pid)
+    parent.suspend()  # it starts no more of them, and sees none die
+    family = [parent, *parent.children(recursive=True)]
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(family)
+    return process.communicate()
+
+
 def wait_for(condition, process):
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -117,8 +132,7 @@ def test_every_script_survives_kills(script, processes, pretrained, tmp_path):
         time.sleep(moments.uniform(0, 0.5))
         if process.poll() is not None:
             break
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        kill(process)
         kills += 1
     assert kills >= 1
     run_script(f"{script}.py", *killed, processes=processes)
