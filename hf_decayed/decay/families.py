@@ -184,6 +184,7 @@ class Family:
     staged: bool = False
     fold_refusal: str = ""
     skip: str = ""  # blocks with this word in their names are not decayed
+    raw_output: str = ""  # output that comes from the stream without a final norm
 
 
 FAMILIES = {
@@ -192,14 +193,14 @@ FAMILIES = {
     "DINOv2": Family({"Dinov2Layer": DINO}),
     "DINOv2 with registers": Family({"Dinov2WithRegistersLayer": DINO}),
     "DINOv3": Family({"DINOv3ViTLayer": DINO}),
-    "CLIP": Family({"CLIPEncoderLayer": CLIP}),
+    "CLIP": Family({"CLIPEncoderLayer": CLIP}, raw_output="last_hidden_state"),
     "SigLIP": Family({"SiglipEncoderLayer": CLIP}),
-    "BEiT": Family({"BeitLayer": VIT}),
+    "BEiT": Family({"BeitLayer": VIT}, raw_output="last_hidden_state"),
     "ViTMAE": Family({"ViTMAELayer": VIT}, skip="decoder"),  # the paper decays the encoder alone
     "Swin": Family({"SwinLayer": VIT}, staged=True),
     "GPT-2": Family({"GPT2Block": describe_gpt2}),
     "Llama": Family({"LlamaDecoderLayer": LLAMA}),
-    "ConvNeXt": Family({"ConvNextLayer": describe_convnext}, staged=True),
+    "ConvNeXt": Family({"ConvNextLayer": describe_convnext}, staged=True, raw_output="last_hidden_state"),
     "ResNet": Family(
         {"ResNetBasicLayer": describe_resnet, "ResNetBottleNeckLayer": describe_resnet},
         staged=True,
@@ -214,6 +215,8 @@ FAMILIES = {
         }
     ),
 }
+# Words in the names of model classes that read hidden states between the blocks, where folding changes their scale.
+READERS_OF_HIDDEN_STATES = ("Backbone", "Segmentation", "DepthEstimation", "Detection")
 # Layers that normalise after the addition: the norm undoes any factor in front of it.
 POST_NORM = (
     "AlbertLayer",

@@ -5,13 +5,23 @@ the scale of their input (but for their eps), so the last layer of every branch 
 """
 
 import copy
+import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from ..errors import UserError
-from .carrier import ScaledModule, decayed_stacks, derive, original_class, rebuild, restore, settings_alphas
+from .carrier import (
+    ScaledModule,
+    decayed_stacks,
+    derive,
+    derived_class,
+    original_class,
+    rebuild,
+    restore,
+    settings_alphas,
+)
 from .families import scaled_names
 from .schedule import DecaySettings, running_products
 from .stacks import Stack
@@ -34,6 +44,7 @@ def remove_decay(model: nn.Module) -> nn.Module:
     stacks = require_decay(model)
     if any(settings.keep_function for _, settings in stacks):
         raise UserError("The weights were scaled by `keep_function=True`: `fold_shortcuts` scales them back.")
+    require_original_classes(stacks)
     uninstall(model, stacks)
     return model
 
@@ -52,8 +63,11 @@ def fold_shortcuts(model: nn.Module) -> nn.Module:
     >>> fold_shortcuts(model).save_pretrained("stock")
     """
     stacks = require_decay(model)
-    for stack, settings in stacks:
-        scale_branches(stack, settings, fold=True)
+    factors = [checked_factors(stack, settings) for stack, settings in stacks]  # all of them before any weight changes
+    require_original_classes(stacks)
+    for (stack, settings), stack_factors in zip(stacks, factors):
+        scale_parameters(stack_factors)
+        warn_about_raw_output(stack, settings)
     uninstall(model, stacks)
     return model
 
@@ -65,23 +79,55 @@ def require_decay(model: nn.Module) -> list[tuple[Stack, DecaySettings]]:
     return stacks
 
 
+def require_original_classes(stacks: list[tuple[Stack, DecaySettings]]) -> None:
+    for module in scaled_modules(stacks):
+        if not isinstance(module, ScaledModule) or type(module) is not derived_class(
+            ScaledModule, original_class(module, ScaledModule)
+        ):
+            raise UserError(
+                f"{type(module).__name__} was replaced, or given another class, after `decay_shortcuts`, as by sharding or "
+                "adapters: undo that first."
+            )
+
+
 def uninstall(model: nn.Module, stacks: list[tuple[Stack, DecaySettings]]) -> None:
+    for module in scaled_modules(stacks):
+        restore(module, ScaledModule)
+    for module in model.modules():
+        if isinstance(module, FoldedSaving):
+            restore(module, FoldedSaving)
+
+
+def scaled_modules(stacks: list[tuple[Stack, DecaySettings]]) -> list[nn.Module]:
+    modules = []
     for stack, _ in stacks:
         for module, block in zip(stack.modules, stack.blocks):
-            for name in scaled_names(block):
-                restore(module.get_submodule(name), ScaledModule)
-            restore(module, ScaledModule)
-    for module in model.modules():
-        restore(module, FoldedSaving)
+            modules += [module, *(module.get_submodule(name) for name in scaled_names(block))]
+    return modules
 
 
-def scale_branches(stack: Stack, settings: DecaySettings, fold: bool) -> None:
-    """Multiplies the weights of the branches by their folding factors, or divides them (`fold=False`)."""
+def warn_about_raw_output(stack: Stack, settings: DecaySettings) -> None:
+    if stack.raw_output and not settings.keep_function:
+        *_, (_, _, _, _, product) = running_products(stack.blocks, settings_alphas(stack, settings))
+        if product != 1:
+            warnings.warn(
+                f"`{stack.raw_output}` of the folded model is {1 / product:.4g} times that of the decayed one: no norm "
+                "stands behind its blocks. Pooled and projected outputs are the same.",
+                stacklevel=3,
+            )
+
+
+def checked_factors(stack: Stack, settings: DecaySettings) -> list[tuple[nn.Parameter, float]]:
+    """The folding factors of a stack that can be folded."""
     factors = list(folding_factors(stack, settings_alphas(stack, settings), settings.keep_function))
     check_folding(stack, factors)
-    with torch.no_grad():
-        for parameter, factor in factors:
-            parameter.mul_(factor if fold else 1 / factor)
+    return factors
+
+
+@torch.no_grad()
+def scale_parameters(factors: list[tuple[nn.Parameter, float]], inverse: bool = False) -> None:
+    for parameter, factor in factors:
+        parameter.mul_(1 / factor if inverse else factor)
 
 
 def folding_factors(
@@ -186,9 +232,7 @@ def scale_state_dict(model, stacks: list[tuple[Stack, DecaySettings]], state_dic
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     scaled = dict(state_dict)
     for stack, settings in stacks:
-        factors = list(folding_factors(stack, settings_alphas(stack, settings), settings.keep_function))
-        check_folding(stack, factors)
-        for parameter, factor in factors:
+        for parameter, factor in checked_factors(stack, settings):
             name = names[id(parameter)]
             if name not in scaled:  # transformers saves some classes with the names of older versions
                 raise UserError(f"The state dict has no '{name}', which has to be scaled for the decay.")

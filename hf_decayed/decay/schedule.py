@@ -24,6 +24,7 @@ class DecaySettings:
     keep_function: bool
     num_blocks: int
     fold_refusal: str
+    raw_output: str
 
 
 def check_choices(shortcut_decay: float | str, schedule: str, granularity: str, scope: str) -> None:

@@ -4,7 +4,7 @@ from torch import nn
 
 from ..errors import UserError
 from .carrier import decayed_stacks, install, settings_alphas, update
-from .folding import install_saving, require_decay, scale_branches
+from .folding import checked_factors, install_saving, require_decay, scale_parameters
 from .schedule import DecaySettings, check_choices, check_value, resolve_decay
 from .stacks import find_stack
 
@@ -58,10 +58,17 @@ def decay_shortcuts(
     stack = find_stack(model, blocks)
     value = resolve_decay(stack.blocks, shortcut_decay, schedule, granularity, scope)
     settings = DecaySettings(
-        value, schedule, granularity, scope, bool(keep_function), len(stack.blocks), stack.fold_refusal
+        shortcut_decay=value,
+        schedule=schedule,
+        granularity=granularity,
+        scope=scope,
+        keep_function=bool(keep_function),
+        num_blocks=len(stack.blocks),
+        fold_refusal=stack.fold_refusal,
+        raw_output=stack.raw_output,
     )
     if keep_function:
-        scale_branches(stack, settings, fold=False)
+        scale_parameters(checked_factors(stack, settings), inverse=True)
     install(stack, settings)
     install_saving(model)
     return model

@@ -10,6 +10,7 @@ from ..errors import UserError
 from .families import (
     FAMILIES,
     POST_NORM,
+    READERS_OF_HIDDEN_STATES,
     Block,
     Branch,
     Family,
@@ -32,6 +33,7 @@ class Stack:
     blocks: list[Block]
     # Why the decay cannot be folded into stock weights; empty if it can.
     fold_refusal: str = ""
+    raw_output: str = ""
 
 
 def find_stack(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]] | None = None) -> Stack:
@@ -90,13 +92,20 @@ def find_family_blocks(model: nn.Module) -> Stack:
             raise UserError(
                 f"'{parent}' of {type(model).__name__} has blocks of unknown classes: {', '.join(strangers)}."
             )
-    stack = Stack([], [], family.fold_refusal)
+    stack = Stack([], [], family.fold_refusal or hidden_states_refusal(model), family.raw_output)
     for block_name, module in named:
         block = family.describe[type(module).__name__](module)
         stage = parents.index(block_name.rpartition(".")[0]) if family.staged else 0
         stack.modules.append(module)
         stack.blocks.append(Block(block.steps, block.stream_outputs, stage))
     return stack
+
+
+def hidden_states_refusal(model: nn.Module) -> str:
+    for module in model.modules():
+        if any(word in type(module).__name__ for word in READERS_OF_HIDDEN_STATES):
+            return f"{type(module).__name__} reads hidden states without a norm"
+    return ""
 
 
 def named_blocks(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
