@@ -119,8 +119,8 @@ class DecayedResNetConfig(ResNetConfig):
     # Copied from hf_decayed.models.configuration_decayed_vit_mae.DecayedViTMAEConfig.validate_field_names
     def validate_field_names(self):
         known = {field.name for field in dataclasses.fields(self)}
-        ours = known - {field.name for field in dataclasses.fields(PreTrainedConfig)}
-        for name in sorted(set(vars(self)) - known - {"stage_names"}):
+        ours = known - {field.name for field in dataclasses.fields(PreTrainedConfig)} | {"num_labels"}
+        for name in sorted(set(vars(self)) - known - {"stage_names", "num_labels"}):
             cutoff = 0.0 if name.startswith("shortcut") else 0.8
             nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ours, 1, cutoff)), None)
             if nearest:

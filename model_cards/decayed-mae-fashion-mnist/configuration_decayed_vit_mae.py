@@ -226,9 +226,13 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
         )
 
     def _check_num_layers(self) -> None:
-        # Called before each loop over the layers: the order of the validators is not ours.
-        if self.num_hidden_layers > MAX_LAYERS:
-            raise ValueError(f"`num_hidden_layers` must be at most {MAX_LAYERS}, got {self.num_hidden_layers}.")
+        # Called before everything that counts layers: the order of the validators is not ours.
+        for name in ("num_hidden_layers", "decoder_num_hidden_layers"):
+            number = getattr(self, name)
+            if number < 1:
+                raise ValueError(f"`{name}` must be positive, got {number}.")
+            if number > MAX_LAYERS:
+                raise ValueError(f"`{name}` must be at most {MAX_LAYERS}, got {number}.")
 
     def _all_stage_names(self) -> list[str]:
         self._check_num_layers()
@@ -236,8 +240,8 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
 
     def validate_field_names(self):
         known = {field.name for field in dataclasses.fields(self)}
-        ours = known - {field.name for field in dataclasses.fields(PreTrainedConfig)}
-        for name in sorted(set(vars(self)) - known - {"stage_names"}):
+        ours = known - {field.name for field in dataclasses.fields(PreTrainedConfig)} | {"num_labels"}
+        for name in sorted(set(vars(self)) - known - {"stage_names", "num_labels"}):
             cutoff = 0.0 if name.startswith("shortcut") else 0.8
             nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ours, 1, cutoff)), None)
             if nearest:
@@ -320,6 +324,7 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
             )
 
     def validate_decoder(self):
+        self._check_num_layers()
         if self.encoder_decoder_skips and self.num_hidden_layers % 2 != 0:
             raise ValueError(
                 "`encoder_decoder_skips` takes every other layer and needs an even `num_hidden_layers`, "
