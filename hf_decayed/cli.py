@@ -152,7 +152,11 @@ def add_segment(commands):
         "photos --model facebook/vit-mae-base outputs/mae --graph qk --output regions",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("images", metavar="IMAGE_OR_FOLDER", help="image, or folder of images at any depth")
+    parser.add_argument(
+        "images",
+        metavar="IMAGE_OR_FOLDER",
+        help="image, or folder of images at any depth; with --evaluate a folder of images and masks, or bundled",
+    )
     parser.add_argument(
         "--model", dest="models", nargs="+", required=True, metavar="MODEL", help="folders or repositories of encoders"
     )
@@ -165,6 +169,12 @@ def add_segment(commands):
     )
     parser.add_argument(
         "--n_clusters", type=positive_int, help="regions; by default 2 to 10, whichever has the best silhouette"
+    )
+    parser.add_argument(
+        "--evaluate",
+        type=positive_int,
+        metavar="NUMBER",
+        help="measure all graphs on so many held-out images with masks, instead of drawing pictures",
     )
     parser.add_argument("--n_components", type=positive_int, default=10, help="eigenvectors (default: 10)")
     parser.add_argument("--solver", choices=["eigh", "gradient", "nystrom"], default="eigh")

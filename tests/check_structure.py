@@ -29,7 +29,7 @@ PACKAGE = "hf_decayed"
 ORDER = [
     ["errors", "command_line", "provenance"],
     ["models", "pipelines", "losses"],
-    ["kinds"],
+    ["kinds", "decay"],
     ["plots"],
     ["data"],
     ["evaluation"],

@@ -59,6 +59,21 @@ def test_dense_features_are_the_hidden_states_without_the_class_token():
     torch.testing.assert_close(features["last.cls"], states.last_hidden_state[:, 0])
 
 
+def test_patches_of_vit_mae_are_neither_masked_nor_shuffled():
+    from transformers import ViTMAEConfig
+    from transformers import ViTMAEModel as StockModel
+
+    config = ViTMAEConfig(image_size=16, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    model = StockModel(config).eval()
+    pixels = torch.rand(2, 3, 16, 16)
+    with torch.no_grad():
+        encode = transformer_encoder(model, ["0.patches", "last.patches"])
+        first, second = encode(pixels, [0, 1]), encode(pixels, [0, 1])
+        embedded = model.embeddings.patch_embeddings(pixels) + model.embeddings.position_embeddings[:, 1:]
+    torch.testing.assert_close(first["0.patches"].flatten(1, 2), embedded)
+    assert torch.equal(first["last.patches"], second["last.patches"])
+
+
 @pytest.mark.parametrize("kind", ["uvit", "sit"])
 def test_dense_features_of_diffusion_models_are_the_blocks_patches(kind):
     from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler

@@ -1,5 +1,6 @@
 """`hf-decayed segment` and `Segmenter`: regions of pictures by frozen models."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -151,3 +152,30 @@ def test_a_segmentation_is_that_of_the_recorded_layers(graph, tmp_path):
 def test_regions_are_numbered_by_area():
     labels = np.array([[2, 2, 2], [0, 0, 1]])
     np.testing.assert_array_equal(sort_by_area(labels), [[0, 0, 0], [1, 1, 2]])
+
+
+def test_graphs_are_measured_on_images_with_masks(tmp_path, capsys):
+    """Two halves of different colours: regions follow the border, whatever the classes are called."""
+    generator = np.random.default_rng(0)
+    for number in range(10):
+        split = "train" if number < 2 else "val"
+        column, mask = generator.integers(8, 24), np.zeros((32, 32), dtype=np.uint8)
+        mask[:, column:] = 1
+        pixels = generator.integers(0, 40, (32, 32, 3), dtype=np.uint8)
+        pixels[mask == 1] += 200
+        for folder, picture in (("images", pixels), ("masks", mask)):
+            (tmp_path / "data" / folder / split).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(picture).save(tmp_path / "data" / folder / split / f"{number}.png")
+    assert run(tmp_path / "data", "--model", MODEL, "--evaluate", 8, "--output", tmp_path / "out") == 0
+    rows = json.loads((tmp_path / "out" / "graphs.json").read_text())["rows"]
+    assert list(rows) == [f"{MODEL.name}, {graph}" for graph in ("qk", "vv", "features")]
+    for row in rows.values():
+        assert row["oracle_miou"] > 0.6 and 0 < row["cluster_miou"] <= 1
+    assert "oracle_miou" in capsys.readouterr().out
+
+
+def test_graphs_need_masks(tmp_path, capsys):
+    for number in range(12):
+        write_picture(tmp_path / "photos" / "class" / f"{number}.png", number)
+    assert run(tmp_path / "photos", "--model", MODEL, "--evaluate", 2, "--output", tmp_path / "out") == 2
+    assert "has no masks, which --evaluate compares regions with" in capsys.readouterr().err

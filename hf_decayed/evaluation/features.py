@@ -89,11 +89,13 @@ def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
             )
     model.eval()
     output_hidden_states = any(layer != "last" for layer, _, _ in features)
-    if getattr(model.config, "model_type", "") == "vit_mae":
-        model.config.mask_ratio = 0.0  # ViTMAE masks in evaluation too
 
     def encode(pixel_values, indices):
-        outputs = model(pixel_values.to(next(model.parameters()).dtype), output_hidden_states=output_hidden_states)
+        outputs = model(
+            pixel_values.to(next(model.parameters()).dtype),
+            output_hidden_states=output_hidden_states,
+            **unmasked_inputs(model, pixel_values),
+        )
         pooled = {}
         for name, (layer, _, pooling) in zip(names, features):
             if layer != "last" and int(layer) >= len(outputs.hidden_states):
@@ -109,6 +111,20 @@ def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
         return pooled
 
     return encode
+
+
+def unmasked_inputs(model: torch.nn.Module, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a model must be passed to see all patches in their order.
+
+    transformers' ViTMAE masks and shuffles in evaluation too: its ratio is set to 0, and rising noise does not shuffle.
+    """
+    if getattr(model.config, "model_type", "") != "vit_mae":
+        return {}
+    model.config.mask_ratio = 0.0
+    grid = patch_grid(model.config, pixel_values)
+    assert grid is not None
+    noise = torch.linspace(0, 1, grid[0] * grid[1], device=pixel_values.device)
+    return {"noise": noise.expand(len(pixel_values), -1)}
 
 
 def diffusion_encoder(

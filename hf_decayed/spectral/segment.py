@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from ..data.decoding import decode_image
 from ..errors import DataError, UserError
 from ..provenance import model_fingerprint, versions
+from .graph_metrics import evaluate_graphs
 from .regions import components_to_rgb
 from .segmenter import Segmentation, Segmenter
 
@@ -33,6 +34,7 @@ def segment(
     seed: int = 0,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    evaluate: int | None = None,
 ) -> str:
     """Writes overlay, RGB picture and mask of every image to `<output>/<model>`, and a grid over images and models.
 
@@ -43,7 +45,13 @@ def segment(
         models (`list[str]`): Folders or repositories of vision encoders.
         graph, n_clusters, n_components, solver, seed: See [`LayerSpectralClustering`].
         layers (`list[int]`, *optional*): Negative numbers count from the last layer; by default all.
+        evaluate (`int`, *optional*):
+            Measures all graphs on so many held-out images with masks instead, see [`evaluate_graphs`].
     """
+    if evaluate is not None:
+        return evaluate_graphs(
+            str(images), model_names(models), output, evaluate, layers, seed, revision, trust_remote_code
+        )
     files = list_images(Path(images))
     names = model_names(models)
     settings = {"graph": graph, "n_clusters": n_clusters, "n_components": n_components, "solver": solver, "seed": seed}

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 from ..errors import UserError, explain_loading_errors
+from ..evaluation.features import unmasked_inputs
 from .capture import record_attention
 from .clustering import GRAPHS, LayerSpectralClustering
 from .regions import components_to_rgb
@@ -83,8 +84,6 @@ class Segmenter:
         self.model, self.processor, self.graph = model.eval(), processor, graph
         self.layers = -1 if layers is None and graph == "features" else layers
         self.clustering = LayerSpectralClustering(graph=graph, **settings)
-        if getattr(model.config, "model_type", "") == "vit_mae":
-            model.config.mask_ratio = 0.0  # ViTMAE masks in evaluation too
 
     @classmethod
     def from_pretrained(
@@ -102,7 +101,7 @@ class Segmenter:
     def features(self, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int]]:
         """Features of the patches after the last layer, layer-normalised, `(patches, dim)`; and the grid of the patches."""
         with record_attention(self.model, -1, "hidden_states") as record:
-            self.model(self.pixel_values(image).to(self.model.device))
+            self.run(self.pixel_values(image))
         states = record.layers[-1].hidden_states[0].float()
         return F.layer_norm(states, states.shape[-1:]), record.layers[-1].grid
 
@@ -110,7 +109,7 @@ class Segmenter:
     def __call__(self, image: Image.Image) -> Segmentation:
         pixel_values = self.pixel_values(image)
         with record_attention(self.model, self.layers, RECORDED[self.graph]) as record:
-            self.model(pixel_values.to(self.model.device))
+            self.run(pixel_values)
         layers: list[Any] = list(record.layers)
         grid = None
         if (
@@ -124,6 +123,11 @@ class Segmenter:
             embedding=self.clustering.embedding_,
             silhouettes=self.clustering.silhouettes_,
         )
+
+    def run(self, pixel_values: torch.Tensor) -> None:
+        """Calls the model, all patches in their order."""
+        pixel_values = pixel_values.to(self.model.device)
+        self.model(pixel_values, **unmasked_inputs(self.model, pixel_values))
 
     def pixel_values(self, image: Image.Image) -> torch.Tensor:
         channels = getattr(self.model.config, "num_channels", 3)
