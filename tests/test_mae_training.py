@@ -21,6 +21,7 @@ from loopback_hub import serve
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_run import kill
 from transformers import AutoImageProcessor, AutoModel, AutoModelForPreTraining, ViTMAEConfig, ViTMAEForPreTraining
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
@@ -249,8 +250,7 @@ def test_killed_at_random_moments(recipe, tmp_path, processes, data):
         time.sleep(moments.uniform(0, 0.35))
         if process.poll() is not None:
             break
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill(process)
         kills += 1
     assert kills >= 2
     run(recipe, tmp_path / "killed", *flags, "--resume_from_checkpoint", "latest", processes=processes)
