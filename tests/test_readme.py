@@ -82,6 +82,18 @@ def test_pages_run(page, tmp_path, monkeypatch):
         assert link.startswith("http") or (ROOT / "docs" / link).exists(), link
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run(notebook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
+    names = {}
+    for cell in json.loads(notebook.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]  # results are for readers to compute; they would grow old here
+            exec(compile("".join(cell["source"]), notebook.stem, "exec"), names)
+
+
 def test_training_commands_are_understood():
     """Every line that calls a script parses."""
     scripts = {
