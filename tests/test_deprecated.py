@@ -72,6 +72,7 @@ def test_a_target_that_is_gone_is_said(monkeypatch):
         _ = module.old
 
 
+@pytest.mark.slow
 def test_ordinary_use_does_not_warn():
     program = """
 import importlib, pkgutil, warnings

@@ -341,6 +341,7 @@ def grey_model(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_evaluate_command(tmp_path):
     grey_model(tmp_path / "model")
     few = ["--max_train_samples", 300, "--max_eval_samples", 100, "--features_dir", tmp_path / "features"]

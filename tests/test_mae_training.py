@@ -177,6 +177,7 @@ def test_shortcuts_on_their_way_down(decay):
     assert encoder.shortcut_alphas() == alphas  # to the bit
 
 
+@pytest.mark.slow
 def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
     flags = ["--shortcut_decay", 0.6, "--decay_warmup", 0.8, "--log_every", 1, "--resume_from_checkpoint", "latest"]
     run(recipe, tmp_path / "lowered", *flags)
@@ -200,7 +201,11 @@ def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--decay_warmup", "1.5"], "argument --decay_warmup: must be above 0 and at most 1, got 1.5"),
+        pytest.param(
+            ["--decay_warmup", "1.5"],
+            "argument --decay_warmup: must be above 0 and at most 1, got 1.5",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["--decay_warmup", "0.5", "--set", "shortcut_schedule=learned", "--shortcut_decay", "1.0"],
             "mae.py: --decay_warmup needs residual_form 'decay' and a shortcut_schedule that is not learned, got 'decay' and 'learned'",

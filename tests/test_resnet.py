@@ -143,6 +143,7 @@ def test_too_few_blocks_and_other_models_are_refused():
         DecayedResNetConfig.from_dict({"model_type": "vit"})
 
 
+@pytest.mark.slow
 def test_loads_without_the_package(tmp_path):
     model = DecayedResNetForImageClassification(DecayedResNetConfig(**SIZES, shortcut_decay=0.6)).eval()
     model.save_pretrained(tmp_path)
