@@ -32,6 +32,8 @@ from hf_decayed.errors import UserError
 from hf_decayed.models.shortcut_decay import layer_shortcut_factors
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:`last_hidden_state` of the folded:UserWarning")
+
 FOLDING = [name for name, family in FAMILIES.items() if family.folds]
 
 

@@ -114,7 +114,8 @@ def describe_basic_transformer(block: nn.Module) -> Block:
             f"BasicTransformerBlock is supported as DiT and PixArt have it, not with norm_type '{block.norm_type}'"
             f"{' and GLIGEN layers' if hasattr(block, 'fuser') else ''}."
         )
-    attention = Branch("attention", "norm1", "attn1", output_layers=("attn1.to_out.0",))
+    attention_norm = "norm1.norm" if block.norm_type == "ada_norm_zero" else "norm1"
+    attention = Branch("attention", attention_norm, "attn1", output_layers=("attn1.to_out.0",))
     mlp_norm = "norm3" if block.norm_type == "ada_norm_zero" else "norm2"
     mlp = Branch("mlp", mlp_norm, "ff", output_layers=("ff.net.2",))
     if block.attn2 is None:
@@ -135,10 +136,10 @@ def describe_joint_transformer(block: nn.Module) -> Block:
     """Blocks of SD3 and Flux with an image stream and a text stream, which attend to one another."""
     text = ("encoder_hidden_states",)
     has_text_branches = not getattr(block, "context_pre_only", False)
-    attention = [Branch("attention", "norm1", "attn", output_layers=("attn.to_out.0",))]
+    attention = [Branch("attention", "norm1.norm", "attn", output_layers=("attn.to_out.0",))]
     mlp = [Branch("mlp", "norm2", "ff", output_layers=("ff.net.2",))]
     if has_text_branches:
-        attention += [Branch("attention", "norm1_context", "attn", text, 1, output_layers=("attn.to_add_out",))]
+        attention += [Branch("attention", "norm1_context.norm", "attn", text, 1, output_layers=("attn.to_add_out",))]
         mlp += [Branch("mlp", "norm2_context", "ff_context", text, output_layers=("ff_context.net.2",))]
     steps = [tuple(attention), tuple(mlp)]
     if getattr(block, "use_dual_attention", False):  # SD3.5: norm1 reads for both attentions
@@ -148,7 +149,7 @@ def describe_joint_transformer(block: nn.Module) -> Block:
 
 def describe_flux_single(block: nn.Module) -> Block:
     branch = Branch(
-        "parallel", "norm", streams=("encoder_hidden_states", "hidden_states"), output_layers=("proj_out",)
+        "parallel", "norm.norm", streams=("encoder_hidden_states", "hidden_states"), output_layers=("proj_out",)
     )
     return Block(((branch,),), JOINT_OUTPUTS)
 

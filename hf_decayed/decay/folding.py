@@ -20,6 +20,7 @@ from .carrier import (
     original_class,
     rebuild,
     restore,
+    scaling_mixin,
     settings_alphas,
 )
 from .families import scaled_names
@@ -81,8 +82,8 @@ def require_decay(model: nn.Module) -> list[tuple[Stack, DecaySettings]]:
 
 def require_original_classes(stacks: list[tuple[Stack, DecaySettings]]) -> None:
     for module in scaled_modules(stacks):
-        if not isinstance(module, ScaledModule) or type(module) is not derived_class(
-            ScaledModule, original_class(module, ScaledModule)
+        if not isinstance(module, ScaledModule) or module.__class__ is not derived_class(
+            scaling_mixin(module), original_class(module, ScaledModule)
         ):
             raise UserError(
                 f"{type(module).__name__} was replaced, or given another class, after `decay_shortcuts`, as by sharding or "
