@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from decay_families import FAMILIES, IMAGES, VIT_SIZES, ShortcutOracle, build, family_output, shrink_eps
 from safetensors.torch import load_file
 from torch import nn
@@ -338,6 +339,25 @@ def test_saved_folder_is_stock_and_can_be_decayed_again(name, tmp_path):
         assert_same(dict(resumed.state_dict()), dict(model.state_dict()), 1e-6)
 
 
+def test_trainer_resumes_a_decayed_model(tmp_path):
+    plain, _ = build("GPT-2", torch.float32)
+    examples = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 30, (8, 6))]
+    settings = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    settings |= {"report_to": [], "use_cpu": True, "optim": "sgd", "disable_tqdm": True}
+
+    def trained(folder: str, checkpoint=None) -> nn.Module:
+        model = decay_shortcuts(copy.deepcopy(plain), 0.6)
+        arguments = transformers.TrainingArguments(str(tmp_path / folder), **settings)
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=examples)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return model
+
+    unbroken = dict(trained("unbroken").state_dict())
+    resumed = dict(trained("resumed", tmp_path / "unbroken" / "checkpoint-2").state_dict())
+    assert not torch.allclose(unbroken["transformer.h.2.mlp.c_proj.weight"], plain.transformer.h[2].mlp.c_proj.weight)
+    assert_same(resumed, unbroken, 1e-5)
+
+
 def test_trainer_style_state_dict_is_folded(tmp_path):
     model, _ = build("ViT", torch.float32)
     decay_shortcuts(model, 0.6)
@@ -385,7 +405,7 @@ class Attention(nn.Module):
 
 
 class MyBlock(nn.Module):
-    def __init__(self, post_norm: bool = False):
+    def __init__(self):
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(8), Attention()
         self.norm2, self.mlp = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
@@ -417,6 +437,52 @@ def test_blocks_of_the_user():
     decayed = decay_shortcuts(shrink_eps(copy.deepcopy(model)), 0.6, blocks={MyBlock: BRANCHES})
     expected = decayed(tokens)
     assert_same(fold_shortcuts(decayed)(tokens), expected, 1e-10)
+
+
+class PostNormBlock(MyBlock):
+    def forward(self, tokens):
+        tokens = self.norm1(tokens + self.attn(tokens))
+        return self.norm2(tokens + self.mlp(tokens))
+
+
+class GatedBlock(MyBlock):
+    """Reads its stream for a gate, beside the norms."""
+
+    def forward(self, tokens):
+        tokens = tokens + self.attn(self.norm1(tokens)) * tokens.mean()
+        return tokens + self.mlp(self.norm2(tokens))
+
+
+@pytest.mark.parametrize(
+    "block_class, branches, sentence",
+    [
+        (PostNormBlock, [("attn", "attn"), ("mlp", "mlp")], "PostNormBlock does not return its input when attn, mlp"),
+        (PostNormBlock, [("attn", "norm1"), ("mlp", "norm2")], "PostNormBlock does not return its input"),
+        (MyBlock, [("norm1", "attn")], "MyBlock does not return its input when attn return zero"),
+        (MyBlock, [("norm1", "attn"), ("norm1", "mlp")], "MyBlock reads its stream elsewhere than in norm1"),
+        (GatedBlock, BRANCHES, "GatedBlock reads its stream elsewhere than in norm1, norm2"),
+        (MyBlock, [("norm1", "attn"), ("norm2", "ffn")], None),
+        (MyBlock, BRANCHES, ""),
+    ],
+)
+def test_what_the_user_says_of_blocks_is_tried(block_class, branches, sentence):
+    torch.manual_seed(0)
+    model, tokens = nn.Sequential(block_class(), block_class()).train(), torch.randn(2, 5, 8)
+    if sentence is None:
+        with pytest.raises(UserError, match="MyBlock has no submodule 'ffn'"):
+            decay_shortcuts(model, 0.6, blocks={block_class: branches})
+        return
+    decay_shortcuts(model, 0.6, blocks={block_class: branches})
+    state = torch.get_rng_state()
+    if sentence:
+        with pytest.raises(UserError, match=sentence):
+            model(tokens)
+        with pytest.raises(UserError, match=sentence):  # not only once
+            model(tokens)
+    else:
+        assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -701,6 +767,16 @@ def test_replaced_forward_is_refused():
     for change in (remove_decay, fold_shortcuts):
         with pytest.raises(UserError, match="LayerNorm was replaced, or given another class"):
             change(model)
+
+
+def test_hooks_of_accelerate_after_the_decay():
+    model, inputs = build("ViT")
+    decay_shortcuts(model, 0.6)
+    expected = model(**inputs)[0]
+    add_hook_to_module(model, ModelHook())
+    for module in model.layers.modules():
+        add_hook_to_module(module, ModelHook())
+    assert torch.equal(model(**inputs)[0], expected)
 
 
 def test_bfloat16_stays_bfloat16():

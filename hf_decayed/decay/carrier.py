@@ -19,12 +19,21 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from .families import Block, block_streams, scaled_names
+from .residual_check import check_residual_block
 from .schedule import DecaySettings, running_products, stack_alphas
 from .stacks import Stack, forward_parameters
 
 
 # Attributes of decayed blocks, readers and adders.
-STORED = ("input_scales", "output_scales", "scaled_children", "decayed_block", "decay_settings", "block_index")
+STORED = (
+    "input_scales",
+    "output_scales",
+    "scaled_children",
+    "is_unchecked",
+    "decayed_block",
+    "decay_settings",
+    "block_index",
+)
 
 Scales = dict[str, tuple[dict[str | int, float], dict[int, float]]]
 
@@ -38,10 +47,13 @@ class ScaledModule:
     input_scales: tuple[tuple[int, str, float], ...] = ()  # position, name, factor; factors of 1 are left out
     output_scales: tuple[tuple[int, float], ...] = ()  # position in a tuple, factor
     scaled_children: tuple[str, ...] = ()
+    is_unchecked: bool = False
 
     def forward(self, *args, **kwargs):
         if self.scaled_children and not torch.compiler.is_compiling():
             check_children(self)
+            if self.is_unchecked:
+                check_user_block(self, args, kwargs)
         for position, name, scale in self.input_scales:
             if name in kwargs:
                 kwargs[name] = kwargs[name] * scale
@@ -87,6 +99,15 @@ def check_children(block) -> None:
             )
 
 
+def check_user_block(block, args: tuple, kwargs: dict) -> None:
+    """Compares a block with what the user says of it, once: it decays only if that is true."""
+    branches = [branch for step in block.decayed_block.steps for branch in step]
+    readers, adders = ([getattr(branch, role) for branch in branches] for role in ("reader", "adder"))
+    forward = original_class(block, ScaledModule).forward  # type: ignore[attr-defined]
+    check_residual_block(block, forward, readers, adders, args, kwargs, branches[0].streams[0])
+    block.is_unchecked = False
+
+
 @cache
 def derived_class(mixin: type, module_class: Any) -> Any:
     """`module_class` with a mixin in front, under the same name, which libraries compare with lists of names."""
@@ -125,6 +146,8 @@ def install(stack: Stack, settings: DecaySettings) -> None:
             derive(child, scaling_mixin(child))
         derive(module, ScaledModule)
         module.scaled_children = tuple(scaled_names(block))
+        if stack.is_unchecked:
+            module.is_unchecked = True
         module.decayed_block, module.decay_settings, module.block_index = block, settings, index
     update(stack, settings)
 

@@ -39,7 +39,8 @@ def decay_shortcuts(
         blocks (`dict`, *optional*):
             Branches of pre-norm blocks that are not known, in the order in which they run: the module that reads the stream,
             the module whose output is added, and for folding the branch's last layer.
-            `{MyBlock: [("norm1", "attn"), ("norm2", "mlp", "mlp.fc2")]}`
+            `{MyBlock: [("norm1", "attn", "attn.proj"), ("norm2", "mlp", "mlp.fc2")]}`. Whether this is true is tried with
+            the first input of each block (not if that is compiled).
         keep_function (`bool`, defaults to `False`):
             Scales the weights of the branches so that the model computes what it did, in order to train a public
             checkpoint further with decay.

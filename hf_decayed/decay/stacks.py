@@ -34,6 +34,7 @@ class Stack:
     # Why the decay cannot be folded into stock weights; empty if it can.
     fold_refusal: str = ""
     raw_output: str = ""
+    is_unchecked: bool = False  # blocks of the user are compared with what `blocks` says when they run first
 
 
 def find_stack(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]] | None = None) -> Stack:
@@ -117,8 +118,8 @@ def named_blocks(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]
 
 
 def no_family_sentence(model: nn.Module) -> str:
-    names = {type(module).__name__ for module in model.modules()}
-    if post_norm := sorted(names & set(POST_NORM)):
+    names = {library_class(module) for module in model.modules()}
+    if post_norm := [name for name in POST_NORM if name in names]:
         return (
             f"{type(model).__name__} normalises after each addition ({post_norm[0]}), which undoes a decay of the "
             "shortcut: only pre-norm blocks can be decayed."
@@ -163,7 +164,7 @@ def find_user_blocks(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]]
     modules = [module for _, module in model.named_modules(remove_duplicate=False) if type(module) in described]
     if missing := [block_class.__name__ for block_class in described if block_class not in map(type, modules)]:
         raise UserError(f"{type(model).__name__} has no block of class {', '.join(missing)}, which `blocks` names.")
-    stack = Stack(modules, [described[type(module)] for module in modules])
+    stack = Stack(modules, [described[type(module)] for module in modules], is_unchecked=True)
     if any(not branch.output_layers for block in stack.blocks for step in block.steps for branch in step):
         stack.fold_refusal = '`blocks` names no output layers; add them, as in `("norm1", "attn", "attn.proj")`'
     return stack
@@ -196,10 +197,13 @@ def check_blocks(model: nn.Module, stack: Stack) -> None:
     scaled = list(stack.modules)
     for module, block in zip(stack.modules, stack.blocks):
         branches = [branch for step in block.steps for branch in step]
-        layers = [name for branch in branches for name in (*branch.output_layers, *branch.input_layers)]
-        for name in [*scaled_names(block), *layers]:
-            if not has_module(module, name):
-                raise UserError(f"{type(module).__name__} has no submodule '{name}': its version is not supported.")
+        for branch in branches:
+            for name in (branch.reader, branch.adder, branch.shortcut, *branch.output_layers, *branch.input_layers):
+                if name and not has_module(module, name):
+                    raise UserError(
+                        f"{type(module).__name__} has no submodule '{name}': it is not the block that was expected, or of "
+                        "another version."
+                    )
         scaled += [module.get_submodule(name) for name in scaled_names(block)]
     if len({id(module) for module in scaled}) < len(scaled):
         raise UserError(f"{type(model).__name__} uses blocks or norms several times: shared modules have no depth.")
