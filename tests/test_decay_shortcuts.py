@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
-from decay_families import FAMILIES, IMAGES, VIT_SIZES, ShortcutOracle, build, family_output, shrink_eps
+from decay_families import FAMILIES, IMAGES, VIT_SIZES, ShortcutOracle, build, family_output, images, shrink_eps
 from safetensors.torch import load_file
 from torch import nn
 
@@ -379,20 +379,46 @@ def test_part_of_a_model_is_saved_folded(tmp_path):
     assert_same(stock(**inputs)[0], model.vit(**inputs)[0], 1e-4)
 
 
-def test_towers_of_a_larger_model():
+def clip() -> nn.Module:
+    torch.manual_seed(0)
     sizes = {**VIT_SIZES, "projection_dim": 8}
     text = {**sizes, "vocab_size": 30, "max_position_embeddings": 8}
-    config = transformers.CLIPConfig(text_config=text, vision_config={**sizes, **IMAGES})
-    model = transformers.CLIPModel(config)
-    with pytest.raises(UserError, match="several residual stacks.*pass the part to be decayed"):
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=text, vision_config={**sizes, **IMAGES}, projection_dim=8)
+    ).eval()
+
+
+def test_towers_of_a_larger_model():
+    model = clip()
+    with pytest.raises(UserError, match="several residual stacks.*as in `part='vision_model'`"):
         decay_shortcuts(model, 0.6)
-    decay_shortcuts(model.vision_model, 0.6)
-    assert len(shortcut_alphas(model)) == 3
-    decay_shortcuts(model.text_model, 0.7)
+    with pytest.raises(UserError, match="CLIPModel has no `part` 'vision'; its own are: text_model, vision_model,"):
+        decay_shortcuts(model, 0.6, part="vision")
+    decay_shortcuts(model, 0.6, part="vision_model")
+    assert len(shortcut_alphas(model)) == len(shortcut_alphas(model.vision_model)) == 3
+    decay_shortcuts(model, 0.7, part="text_model")
+    with pytest.raises(UserError, match="decayed already"):
+        decay_shortcuts(model, 0.7, part="text_model")
     assert [block[-1] for block in shortcut_alphas(model)][2::3] == pytest.approx([0.7, 0.6])
     fold_shortcuts(model)
     with pytest.raises(UserError, match="no decayed shortcuts"):
         shortcut_alphas(model)
+
+
+def test_larger_model_is_saved_folded_or_not_at_all(tmp_path):
+    inputs = images()
+    model = decay_shortcuts(clip(), 0.6, part="vision_model")
+    model.save_pretrained(tmp_path / "whole")
+    stock = transformers.CLIPModel.from_pretrained(tmp_path / "whole")
+    expected = model.get_image_features(**inputs)
+    assert_same(stock.get_image_features(**inputs).pooler_output, expected.pooler_output, 1e-3)
+    model = clip()
+    decay_shortcuts(model.vision_model, 0.6)  # the whole model does not know of it
+    with pytest.raises(UserError, match="CLIPModel would be saved without the decay of its CLIPVision"):
+        model.save_pretrained(tmp_path / "tower")
+    assert not list((tmp_path / "tower").glob("*.safetensors"))
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    lora(model, "q_proj").save_pretrained(tmp_path / "adapter")
 
 
 class Attention(nn.Module):

@@ -5,6 +5,7 @@ the scale of their input (but for their eps), so the last layer of every branch 
 """
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterator
 
@@ -213,6 +214,15 @@ class FoldedSaving:
         folded._register_state_dict_hook(add_folded_key)
         return folded.save_pretrained(save_directory, *args, **kwargs)
 
+    def state_dict(self, *args, **kwargs):
+        """As that of every module; refused to the `save_pretrained` of a larger model, which does not fold."""
+        if saver := stock_saver():
+            raise UserError(
+                f"{saver} would be saved without the decay of its {type(self).__name__}: call `decay_shortcuts` with the "
+                f"whole {saver} and the name of its `part`, or `fold_shortcuts` before saving."
+            )
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def load_state_dict(self, state_dict, *args, **kwargs):
         """As that of every module; weights that `save_pretrained` of a decayed model has folded are unfolded."""
         if FOLDED_KEY in state_dict:
@@ -221,6 +231,18 @@ class FoldedSaving:
 
     def __reduce__(self):
         return rebuild, (FoldedSaving, original_class(self, FoldedSaving)), self.__getstate__()
+
+
+def stock_saver() -> str | None:
+    """Class of the model whose `save_pretrained` runs without folding. PEFT saves adapters alone."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "save_pretrained":
+            saver = frame.f_locals.get("self")
+            if isinstance(saver, nn.Module) and not isinstance(saver, FoldedSaving):
+                return None if type(saver).__module__.startswith("peft.") else type(saver).__name__
+        frame = frame.f_back
+    return None
 
 
 def add_folded_key(module: nn.Module, state_dict: dict, prefix: str, _) -> None:

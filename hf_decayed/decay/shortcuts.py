@@ -4,6 +4,7 @@ from torch import nn
 
 from ..errors import UserError
 from .carrier import decayed_stacks, install, settings_alphas, update
+from .families import has_module
 from .folding import checked_factors, install_saving, require_decay, scale_parameters
 from .schedule import DecaySettings, check_choices, check_value, resolve_decay
 from .stacks import find_stack
@@ -20,6 +21,7 @@ def decay_shortcuts(
     scope: str = "both",
     blocks: dict[type, list[tuple[str, ...]]] | None = None,
     keep_function: bool = False,
+    part: str = "",
 ) -> nn.Module:
     """Multiplies the identity shortcuts of a model by alphas that fall with depth, `x <- alpha * x + f(x)`, in place.
 
@@ -44,6 +46,8 @@ def decay_shortcuts(
         keep_function (`bool`, defaults to `False`):
             Scales the weights of the branches so that the model computes what it did, in order to train a public
             checkpoint further with decay.
+        part (`str`, *optional*):
+            Name of the submodule to decay, for models with several residual stacks, such as `vision_model`.
 
     Returns the model.
 
@@ -52,11 +56,11 @@ def decay_shortcuts(
     if not isinstance(model, nn.Module):
         raise UserError(f"`model` must be a torch module, got {type(model).__name__}.")
     check_choices(shortcut_decay, schedule, granularity, scope)
-    if decayed_stacks(model):
+    if decayed_stacks(find_part(model, part)):
         raise UserError(
             f"{type(model).__name__} is decayed already: use `set_shortcut_decay`, or `remove_decay` first."
         )
-    stack = find_stack(model, blocks)
+    stack = find_stack(find_part(model, part), blocks)
     value = resolve_decay(stack.blocks, shortcut_decay, schedule, granularity, scope)
     settings = DecaySettings(
         shortcut_decay=value,
@@ -73,6 +77,13 @@ def decay_shortcuts(
     install(stack, settings)
     install_saving(model)
     return model
+
+
+def find_part(model: nn.Module, part: str) -> nn.Module:
+    if not has_module(model, part):
+        names = ", ".join(name for name, _ in model.named_children())
+        raise UserError(f"{type(model).__name__} has no `part` '{part}'; its own are: {names}.")
+    return model.get_submodule(part)
 
 
 def set_shortcut_decay(model: nn.Module, value: float) -> None:

@@ -77,15 +77,15 @@ def find_family_blocks(model: nn.Module) -> Stack:
         raise UserError(no_family_sentence(model))
     if len(families) > 1:
         raise UserError(
-            f"{type(model).__name__} has several residual stacks ({', '.join(families)}): pass the part to be decayed."
+            f"{type(model).__name__} has several residual stacks ({', '.join(families)}): name the one to be decayed as `part`."
         )
     (name, named), *_ = families.items()
     family = FAMILIES[name]
     parents = list(dict.fromkeys(block_name.rpartition(".")[0] for block_name, _ in named))
     if not family.staged and len(parents) > len(family.describe):
         raise UserError(
-            f"{type(model).__name__} has several residual stacks ({', '.join(parents)}): pass the part to be decayed, "
-            "such as `model.vision_model`."
+            f"{type(model).__name__} has several residual stacks ({', '.join(parents)}): name the one to be decayed, "
+            "as in `part='vision_model'`."
         )
     for parent in parents:
         strangers = {type(child).__name__ for child in model.get_submodule(parent).children()}
@@ -134,7 +134,7 @@ def find_unet_blocks(model: nn.Module) -> Stack:
     """Blocks of a `UNet2DModel` in the order in which they run, which is not the order of its modules."""
     unets = [module for module in model.modules() if library_class(module) == "UNet2DModel"]
     if len(unets) > 1:
-        raise UserError(f"{type(model).__name__} has {len(unets)} UNet2DModels: pass the one to be decayed.")
+        raise UserError(f"{type(model).__name__} has {len(unets)} UNet2DModels: name the one to be decayed as `part`.")
     unet = unets[0]
     parts = [*unet.down_blocks, *([unet.mid_block] if unet.mid_block is not None else []), *unet.up_blocks]
     modules = [module for part in parts for module in unet_part_blocks(part)]
