@@ -131,6 +131,11 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
             ],
         ),
         (
+            "decay",
+            ["--batch_size", 4],
+            [f"tiny: {model}, {what}, batch 4" for model in ("ViT", "DiT") for what in ("training step", "inference")],
+        ),
+        (
             "spectral",
             ["--images", 50],
             [
