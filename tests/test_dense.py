@@ -22,7 +22,7 @@ CARDS = Path(__file__).parents[1] / "model_cards"
 
 @pytest.fixture(scope="module")
 def splits():
-    return load_image_splits("bundled").take(300, 300)
+    return load_image_splits("bundled").take(200, 200)
 
 
 def evaluate_checkpoint(name, splits, features=None, **settings):
