@@ -810,6 +810,7 @@ def test_caches_of_diffusers(kind):
         assert np.array_equal(images(), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.__version__.startswith("2.8."), reason="its dynamo cannot trace diffusers' choice of attention"
 )

@@ -214,7 +214,10 @@ def test_wrong_arguments_are_refused(tmp_path, capsys, evaluate):
     with pytest.raises(UserError, match="is neither a local folder nor a repository that could be loaded"):
         evaluate(tmp_path / "absent")
     for flags, sentence in (
-        (["--metrics", "fid"], "--metrics of a pipeline are knn, linear, rank, knn_whitened, segmentation, where, frechet, kid, prdc; got fid"),
+        (
+            ["--metrics", "fid"],
+            "--metrics of a pipeline are knn, linear, rank, knn_whitened, segmentation, where, frechet, kid, prdc; got fid",
+        ),
         (["--metrics", "knn,frechet"], "features and samples are evaluated one at a time"),
         (["--dtype", "bfloat16"], "--dtype is for features"),
         (["--num_samples", 3], "at least --num_samples 10"),

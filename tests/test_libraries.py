@@ -304,6 +304,7 @@ def test_export_of_the_encoder(pixel_values):
         torch.testing.assert_close(exported.module()(images).pooler_output, model(images).pooler_output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["default", "plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("learned", "scale_both"))]
 )

@@ -103,6 +103,7 @@ def test_colours_differ_enough_to_be_seen():
     assert np.linalg.norm(foreground - background) >= procedural.MIN_COLOUR_DISTANCE
 
 
+@pytest.mark.slow
 def test_raw_pixels_lose_what_they_knew():
     """Nearest neighbours by pixels: far above chance on grey garments, less on coloured, least on textured ones."""
 

@@ -440,6 +440,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(state, model, sentence, 
             signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_a_monitor_and_the_command_give_the_same_number(tmp_path):
     """kNN of the pooled feature, on the same images: one decoding, one processor, one extraction."""
     torch.manual_seed(0)

@@ -122,6 +122,7 @@ def test_plain_and_decayed_look_at_the_same_picture(space):
         assert (completed != whole)[hidden].any()
 
 
+@pytest.mark.slow
 def test_layers_and_seeds_make_a_difference(space):
     image = shirt()
     first, other = (space.compare("clothes", image, 0.5, layer, seed)[1] for layer, seed in ((4, 0), (1, 1)))

@@ -151,7 +151,7 @@ def shapes_data(num_images: int = 32, side: int = 8):
     return masks, what, where + 0.15 * torch.randn(num_images, *where.shape, generator=generator)
 
 
-@pytest.mark.parametrize("solver", ["eigsh", "gradient"])
+@pytest.mark.parametrize("solver", ["eigsh", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_values_say_what_queries_and_keys_say_where(solver):
     masks, what, where = shapes_data()
     settings = {
