@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hf_decayed.evaluation.tables import markdown_table
 from hf_decayed.hub.publishing import code_modules, validate_staged
 
 
@@ -93,6 +94,8 @@ def depth_table() -> str:
 def test_the_page_on_what_and_where_has_the_numbers_of_the_cards():
     page = (ROOT / "docs" / "what_and_where.md").read_text()
     assert re.search(r"<!-- depth -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1] == depth_table()
+    graphs = json.loads((CARDS / "results" / "what_and_where" / "graphs.json").read_text())["rows"]
+    assert re.search(r"<!-- graphs -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1] == markdown_table(graphs)
     for picture in re.findall(r"\.\./(model_cards/\S+\.png)", page):
         assert (ROOT / picture).stat().st_size > 5000
 
