@@ -196,6 +196,7 @@ def test_files_of_kinds_import_no_heavy_library():
             assert not {module.split(".")[0] for module in modules} & {"torch", "transformers", "diffusers"}, path
 
 
+@pytest.mark.slow
 def test_diffusers_is_imported_on_demand():
     program = (
         "import sys, hf_decayed, hf_decayed.cli; from hf_decayed.kinds import list_kinds; list_kinds(); "

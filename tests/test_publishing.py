@@ -90,7 +90,8 @@ LOADING = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["model", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "pipeline"])
 def test_published_and_loaded_by_name(kind, tmp_path):
     folder = write_run(tmp_path / "out", kind == "pipeline")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

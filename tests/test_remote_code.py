@@ -156,9 +156,8 @@ def test_over_http(tmp_path):
     assert offline["AutoModel"] == remote["AutoModel"]
 
 
-@pytest.mark.parametrize(
-    "name", ["learned", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "skips_and_norm"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["learned", "plain", "skips_and_norm"])
 def test_other_presets_in_a_clean_process(name, tmp_path):
     random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES))).save_pretrained(tmp_path)
     remote, local = in_clean_process(tmp_path), with_the_package(tmp_path)
