@@ -11,8 +11,8 @@ from ..data.datasets import EvaluationDataset
 from ..data.shards import Encoder, encode_dataset
 from ..data.sources import ImageSplits, take_subset
 from ..errors import DataError, UserError
-from .encoders import FeatureSource, count_skipped, encoder_source
-from .features import Extraction, dense_features, hash_json, patch_grid
+from .encoders import FeatureSource, describe_results, encoder_source
+from .features import Extraction, dense_features, patch_grid
 from .segmentation import cluster_miou, cluster_patches, coordinate_probe, patch_probe
 
 
@@ -151,23 +151,7 @@ def evaluate_dense(
         names = [name for name in test if name not in ("labels", "checksums", "masks")]
         for name in names:
             rows[name] = metrics.compute(test[name], test.get("masks"), train.get(name), train.get("masks"))
-    return {
-        "model_fingerprint": source.identity["model"],
-        "rows": rows,
-        "protocol": {
-            "features": source.description,
-            **metrics.protocol(),
-            "dtype": source.dtype,
-            "precision": accelerator.mixed_precision,
-        },
-        "dataset": {
-            "name": splits.name,
-            "held_out": splits.held_out_rule,
-            "number": {split: len(features[split]["labels"]) for split in datasets},
-            "fingerprint": {split: hash_json(features[split]["checksums"].tolist()) for split in datasets},
-            **count_skipped({split: (len(datasets[split]), len(features[split]["labels"])) for split in datasets}),
-        },
-    }
+    return describe_results(source, splits, metrics.protocol(), datasets, features, rows, accelerator)
 
 
 def pixel_patches(config) -> Encoder:

@@ -176,12 +176,25 @@ def evaluate_features(
     if accelerator.is_main_process:
         for name in (["pixels"] if pixels else []) + source.names:
             rows[name] = metrics.compute(train[name], train["labels"], test[name], test["labels"])
+    return describe_results(source, splits, metrics.protocol(), datasets, features, rows, accelerator)
+
+
+def describe_results(
+    source: FeatureSource,
+    splits: ImageSplits,
+    protocol: dict,
+    datasets: dict,
+    features: dict[str, dict[str, torch.Tensor]],
+    rows: dict[str, dict[str, float]],
+    accelerator: Accelerator,
+) -> dict:
+    """Rows of metrics with everything that they depend on; `datasets` and `features` are by split."""
     return {
         "model_fingerprint": source.identity["model"],
         "rows": rows,
         "protocol": {
             "features": source.description,
-            **metrics.protocol(),
+            **protocol,
             "dtype": source.dtype,
             "precision": accelerator.mixed_precision,
         },

@@ -121,15 +121,24 @@ def train_probe(classifier, features, labels, protocol: ProbeProtocol, seed: int
 
 @torch.no_grad()
 def ridge(train_features, train_labels, test_features, num_classes: int, regularization: float) -> torch.Tensor:
+    """Classes of test features: the largest of the regressed one-hot targets."""
+    targets = F.one_hot(train_labels.to(train_features.device).long(), num_classes)
+    return ridge_regression(train_features, targets, test_features, regularization).argmax(dim=1)
+
+
+@torch.no_grad()
+def ridge_regression(
+    train_features: torch.Tensor, targets: torch.Tensor, test_features: torch.Tensor, regularization: float = 1e-3
+) -> torch.Tensor:
+    """Targets `(number, dim)` of test features by a linear regression on standardised features."""
     train, test = in_double(train_features), in_double(test_features)
     mean, deviation = train.mean(dim=0), train.std(dim=0).clamp(min=1e-12)
     train, test = (train - mean) / deviation, (test - mean) / deviation
-    targets = F.one_hot(train_labels.to(train.device).long(), num_classes).double()
+    targets = targets.to(train)
     average = targets.mean(dim=0)
     identity = torch.eye(train.shape[1], dtype=torch.float64, device=train.device)
     gram = train.T @ train / len(train) + regularization * identity
-    weights = torch.linalg.solve(gram, train.T @ (targets - average) / len(train))
-    return (test @ weights + average).argmax(dim=1)
+    return test @ torch.linalg.solve(gram, train.T @ (targets - average) / len(train)) + average
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:

@@ -12,9 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from ..errors import UserError
-from .effective_rank import in_double
 from .knn import check_features, knn_accuracy
-from .linear_probe import linear_probe
+from .linear_probe import linear_probe, ridge_regression
 
 
 IGNORE_INDEX = 255
@@ -252,19 +251,6 @@ def coordinate_probe(features: torch.Tensor, train_share: float = 0.8, seed: int
 
 def squared_deviation(coordinates: torch.Tensor, images: torch.Tensor) -> float:
     return len(images) * (coordinates - coordinates.mean(dim=0)).square().sum().item()
-
-
-def ridge_regression(
-    train: torch.Tensor, targets: torch.Tensor, test: torch.Tensor, regularization: float = 1e-3
-) -> torch.Tensor:
-    """Predictions for `test` of a linear regression on standardised features, with the ridge probe's regularisation."""
-    train, test = in_double(train), in_double(test)
-    mean, deviation = train.mean(dim=0), train.std(dim=0).clamp(min=1e-12)
-    train, test = (train - mean) / deviation, (test - mean) / deviation
-    targets = targets.to(train)
-    average = targets.mean(dim=0)
-    gram = train.T @ train / len(train) + regularization * torch.eye(train.shape[1]).to(train)
-    return test @ torch.linalg.solve(gram, train.T @ (targets - average) / len(train)) + average
 
 
 def patch_probe(
