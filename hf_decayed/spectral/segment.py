@@ -12,7 +12,7 @@ from ..errors import DataError, UserError
 from ..provenance import model_fingerprint, versions
 from .graph_metrics import evaluate_graphs
 from .regions import components_to_rgb
-from .segmenter import Segmentation, Segmenter
+from .segmenter import Segmentation, Segmenter, to_picture
 
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
@@ -152,7 +152,7 @@ def feature_pictures(segmenter: Segmenter, images: list[Image.Image]) -> list[Im
     """Three principal components of the patches' features as colours, fitted to all images together."""
     features, grids = zip(*(segmenter.features(image) for image in images))
     colours = components_to_rgb(list(features), list(grids), "pca")
-    return [Image.fromarray((255 * colour).round().byte().numpy()) for colour in colours]
+    return [to_picture(colour) for colour in colours]
 
 
 def save_rows(path: Path, rows: dict[str, list[Image.Image]]) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor, AutoModel
 
 from ..errors import UserError, explain_loading_errors
 from ..evaluation.features import unmasked_inputs
+from ..plots import denormalize
 from .capture import record_attention
 from .clustering import GRAPHS, LayerSpectralClustering
 from .regions import components_to_rgb
@@ -118,7 +119,7 @@ class Segmenter:
             grid, layers = layers[-1].grid, [layers[-1].hidden_states[0].float()]
         labels = self.clustering.fit_predict(layers, grid=grid)
         return Segmentation(
-            image=self.denormalize(pixel_values[0]),
+            image=to_picture(denormalize(pixel_values, self.processor)[0]),
             labels=sort_by_area(labels.numpy()),
             embedding=self.clustering.embedding_,
             silhouettes=self.clustering.silhouettes_,
@@ -136,14 +137,11 @@ class Segmenter:
             return self.processor([pixels], return_tensors="pt", input_data_format="channels_last")["pixel_values"]
         return self.processor([image.convert("RGB")], return_tensors="pt")["pixel_values"]
 
-    def denormalize(self, pixels: torch.Tensor) -> Image.Image:
-        """What the model saw, as a picture."""
-        mean, std = (
-            torch.tensor(getattr(self.processor, name, None) or [default]).view(-1, 1, 1)
-            for name, default in (("image_mean", 0.0), ("image_std", 1.0))
-        )
-        bytes_ = ((pixels.cpu() * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-        return Image.fromarray(bytes_.squeeze(2) if bytes_.shape[2] == 1 else bytes_)
+
+def to_picture(pixels: torch.Tensor) -> Image.Image:
+    """A picture from pixels `(height, width, channels)` in [0, 1]."""
+    values = (255 * pixels).round().byte().numpy()
+    return Image.fromarray(values.squeeze(2) if values.shape[2] == 1 else values)
 
 
 def sort_by_area(labels: np.ndarray) -> np.ndarray:
@@ -160,8 +158,6 @@ def rgb_pictures(segmentations: list[Segmentation]) -> list[Image.Image]:
     method = "components" if min(embedding.shape[1] for embedding in embeddings) >= 4 else "pca"
     colours = components_to_rgb(embeddings, [segmentation.grid for segmentation in segmentations], method)
     return [
-        Image.fromarray((255 * colour).round().byte().numpy()).resize(
-            segmentation.image.size, Image.Resampling.BILINEAR
-        )
+        to_picture(colour).resize(segmentation.image.size, Image.Resampling.BILINEAR)
         for colour, segmentation in zip(colours, segmentations)
     ]
