@@ -191,6 +191,95 @@ def save_what_and_where(path: Path, models: dict[str, dict[str, dict[str, float]
     pyplot.close(figure)
 
 
+def save_shortcut_report(path: Path, report: dict) -> None:
+    """Alphas, norms, rank, kNN, what and where over depth, a panel each; what was not measured is left out.
+
+    Args:
+        report (`dict`): From `evaluation.report.report_encoder`, with the name of the `model`.
+    """
+    pyplot = require_matplotlib()
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    additions, pixels = report["additions"], report["rows"].get("pixels", {})
+    layers = {int(name): row for name, row in report["rows"].items() if name.isdecimal()}
+    last_layer, pooled = max(layers), {"cls": "class token"}.get(report["pooling"], "mean over tokens")
+
+    def use_log_scale(axis):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+
+    def draw_weights(axis):
+        per_layer = len(additions) / additions[-1]["layer"]
+        depths = [(number + 1) / per_layer for number in range(len(additions))]
+        for name, label in (("alpha", "alpha of each addition"), ("running_product", "running product")):
+            axis.plot(depths, [row[name] for row in additions], marker=".", label=label)
+        products = [row["running_product"] for row in additions]
+        if 0 < min(products) < 0.5:
+            use_log_scale(axis)
+        else:
+            axis.set_ylim(min(0, *products), 1.1 * max(1, *products))
+        axis.set(title="weight of the shortcut", xlabel="layer")
+
+    def draw_by_kind(axis, name, title):
+        for kind in dict.fromkeys(row["branch"] for row in additions):
+            points = [(row["layer"], row[name]) for row in additions if row["branch"] == kind and row[name]]
+            if points:  # a branch of zeros has no logarithm
+                axis.plot(*zip(*points), marker=".", label="MLP" if kind == "mlp" else kind)
+        use_log_scale(axis)
+        axis.set(title=title, xlabel="layer")
+
+    def draw_ratios(axis):
+        draw_by_kind(axis, "ratio", "branch / (alpha x shortcut), by norm")
+        axis.axhline(1, color="grey", linewidth=0.8)
+
+    def draw_norms(axis):
+        draw_by_kind(axis, "branch_norm", "norm of a token")
+        before = {row["layer"]: row["stream_norm"] for row in reversed(additions)}
+        axis.plot(list(before), list(before.values()), marker=".", color="black", label="shortcut, before the layer")
+
+    def draw_depths(axis, title, names):
+        factor = 100 if "%" in title else 1
+        for name in [name for name in names if name in layers[0]]:
+            values = np.array([factor * row[name] for row in layers.values()])
+            (line,) = axis.plot(list(layers), values, marker=".", label=names[name])
+            spread = np.array([factor * row.get(f"{name}_spread", 0.0) for row in layers.values()])
+            axis.fill_between(list(layers), values - spread, values + spread, color=line.get_color(), alpha=0.2)
+            if name in pixels:
+                axis.axhline(factor * pixels[name], color=line.get_color(), linestyle=":", linewidth=1)
+        if pixels:
+            axis.plot([], [], color="grey", linestyle=":", label="raw pixels")
+        axis.set(title=title, xlabel="layer (0: embedding)", ylim=(0, 1.05 * axis.get_ylim()[1]))
+
+    depth_panels = {
+        "effective rank (entropy)": {"effective_rank": pooled},
+        "kNN accuracy (%)": {"knn_accuracy": pooled, "knn_whitened_accuracy": "the same, whitened"},
+        "what and where, of patches (%)": {
+            "cluster_miou": "what: cluster mIoU",
+            "patch_accuracy": "what: class, probe",
+            "position_accuracy": "where: position, probe",
+        },
+    }
+    panels: list = [(draw,) for draw in ((draw_weights, draw_ratios, draw_norms) if additions else ())]
+    panels += [(draw_depths, *panel) for panel in depth_panels.items() if set(panel[1]) & set(layers[0])]
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.7 * rows), squeeze=False)
+    for axis, (draw, *arguments) in zip(axes.flat, panels):
+        draw(axis, *arguments)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_xlim(-0.03 * last_layer, None)  # the same depths below one another
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, ncols=2, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.17))
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    figure.suptitle(report["model"])
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def is_patch_layer(name: str) -> bool:
     """Whether a feature is `<number>.patches`, the dense feature of a layer."""
     return name.endswith(".patches") and name.removesuffix(".patches").isdecimal()
