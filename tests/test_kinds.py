@@ -49,6 +49,7 @@ PUBLIC_NAMES = {
     "set_shortcut_decay",
     "shortcut_alphas",
     "shortcut_parameter_groups",
+    "stock_model",
     "suggest_shortcut_decay",
 }
 

@@ -23,6 +23,7 @@ from ..kinds import Kind, read_field, read_json, read_model_folder, read_text
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 PLACEHOLDER = "path/or/repository"  # in lines that load the model, until it has a name
+STOCK_FOLDER = "stock"  # in a repository: the same network as a class of transformers
 MARKER = "<!-- written by `hf-decayed card`, from the files beside it -->"  # cards with it may be overwritten
 
 # Metrics that training scripts write to results.json; a kind may add its own.
@@ -100,6 +101,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         parameters=count_parameters(folder),
         pictures={caption: name for name, caption in pictures.items() if (folder / name).exists()},
         usage=model.kind.usage(model, repo_id or PLACEHOLDER, results),
+        stock=stock_usage(folder, repo_id or PLACEHOLDER),
         training=training_text(results),
         evaluations=sections,
         limits=f"{saved_class.limits} {METHOD} {BIAS}" if model.kind.has_shortcuts else f"{saved_class.limits} {BIAS}",
@@ -137,6 +139,29 @@ def shortcuts_text(config: dict) -> str:
         f"Its identity shortcuts are decayed{scope}: residual blocks compute `alpha * x + f(x)`, {how} (Zhang et al., "
         "CVPR 2026)."
     )
+
+
+def stock_usage(folder: Path, name: str) -> str:
+    """How to load the stock model of a folder; empty if there is none."""
+    config = read_json(folder / STOCK_FOLDER / "config.json")
+    if not config:
+        return ""
+    loader, class_name = stock_loader(config), config["architectures"][0]
+    return (
+        f"The folder `{STOCK_FOLDER}` holds the same network as transformers' `{class_name}`, with the decay folded into its "
+        "weights. It needs none of that code:\n\n```python\n"
+        f"from transformers import {loader}\n\n"
+        f'model = {loader}.from_pretrained("{name}", subfolder="{STOCK_FOLDER}")\n```'
+    )
+
+
+def stock_loader(config: dict) -> str:
+    """The Auto class that loads a stock config as the class that it names."""
+    name = config["architectures"][0]
+    for head in ("ForPreTraining", "ForImageClassification"):
+        if name.endswith(head):
+            return f"AutoModel{head}"
+    return "AutoModel"
 
 
 def trained_on(results: dict) -> str:
@@ -211,10 +236,10 @@ def eval_results(evaluation: dict, task: str) -> list[EvalResult]:
 
 
 def count_parameters(folder: Path) -> str:
-    """Parameters of all networks except autoencoders, which others trained."""
+    """Parameters of all networks except autoencoders, which others trained, and stock copies."""
     number = 0
     for file in folder.rglob("*.safetensors"):
-        if {"vae", "checkpoints"} & set(file.relative_to(folder).parts):
+        if {"vae", "checkpoints", STOCK_FOLDER} & set(file.relative_to(folder).parts):
             continue
         try:
             with safe_open(file, "pt") as weights:

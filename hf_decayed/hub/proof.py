@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,17 +36,26 @@ def prove(source: Path, staged: Path, folder: Path) -> float:
     kind, class_name = folder_content.kind, folder_content.class_name
     saved_class = kind.classes[class_name]
     expected, fingerprint = source_outputs(source, kind, saved_class)
-    outputs = staged_outputs(staged, folder, kind, saved_class)
+    arguments = [kind.library, *saved_class.loaders]
+    outputs = run_without_package(kind.reference_output, LOADING_SCRIPT, staged, folder, arguments)
+    difference = compare_outputs(expected, outputs, source, tolerance=1e-5)
+    check_evaluations(staged, fingerprint)
+    return difference
+
+
+def compare_outputs(
+    expected: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], source: Path, tolerance: float
+) -> float:
+    """Refuses outputs that differ by more than `tolerance` of their largest value; returns the largest difference."""
     differences = []
     for loader, output in expected.items():
         same_shape = outputs[loader].shape == output.shape
         differences.append(float((outputs[loader] - output).abs().max()) if same_shape else float("nan"))
-        if not differences[-1] <= 1e-5 * max(1.0, float(output.abs().max())):
+        if not differences[-1] <= tolerance * max(1.0, float(output.abs().max())):
             raise PublishingError(
                 f"The staged folder gives something else than '{source}' (largest difference {differences[-1]:.1e}): its "
                 "code or its weights are not those of this package; save the model again."
             )
-    check_evaluations(staged, fingerprint)
     return max(differences)
 
 
@@ -71,15 +81,21 @@ def source_outputs(source: Path, kind: Kind, saved_class: SavedClass) -> tuple[d
         ) from error
 
 
-def staged_outputs(staged: Path, folder: Path, kind: Kind, saved_class: SavedClass) -> dict[str, torch.Tensor]:
-    """Output of the staged folder for every loader, from a process without this package, credentials and network."""
-    function = inspect.getsource(kind.reference_output)
-    script = f"{function}\nreference_output = {kind.reference_output.__name__}\n{LOADING_SCRIPT}"
+def run_without_package(
+    reference_output: Callable, script: str, staged: Path, folder: Path, arguments: list[str]
+) -> dict[str, torch.Tensor]:
+    """Outputs that a script saves in a process without this package, credentials and network.
+
+    The script finds the function `reference_output` under its own name, and in `sys.argv` the staged folder, the file to
+    write, and `arguments`.
+    """
+    function = inspect.getsource(reference_output)
+    script = f"{function}\nreference_output = {reference_output.__name__}\n{script}"
     output = folder / "outputs.safetensors"
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_TOKEN")}
     environment |= {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(
-        [sys.executable, "-c", script, str(staged), str(output), kind.library, *saved_class.loaders],
+        [sys.executable, "-c", script, str(staged), str(output), *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -16,9 +16,11 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from .cards import STOCK_FOLDER
 from .proof import check_evaluations, prove
 from .secrets import has_detect_secrets
 from .staging import LOCAL_ONLY, PublishingError, code_modules, list_foreign_code, set_repo_id, stage
+from .stock import add_stock_model
 from .validation import check_card, validate_staged
 
 
@@ -44,6 +46,7 @@ def publish(
     dry_run: bool = False,
     keep: str | os.PathLike | None = None,
     trust_remote_code: bool = False,
+    stock: bool = False,
 ) -> str:
     """Stages, checks, proves and pushes a folder; returns a report, with `dry_run` of what would be pushed.
 
@@ -57,6 +60,9 @@ def publish(
         trust_remote_code (`bool`):
             Proves and publishes code files that are not this package's own. They run in a process of their own, with your
             rights: read them first.
+        stock (`bool`):
+            Adds the folder `stock`: the same network as a class of transformers, which loads without `trust_remote_code`.
+            One that is there already is made anew.
     """
     source = Path(model_dir)
     check_name(repo_id)
@@ -65,6 +71,8 @@ def publish(
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder) / "repository"
         stage(source, staged)
+        stock = stock or (source / STOCK_FOLDER).exists()
+        stock_difference = add_stock_model(source, staged, Path(folder), repo_id) if stock else 0.0
         set_repo_id(staged / "README.md", source, repo_id)
         validate_staged(staged)
         foreign_code = check_code(staged, trust_remote_code)
@@ -82,6 +90,10 @@ def publish(
                 shutil.rmtree(keep)
             raise
     remarks = [f"loads without hf_decayed and gives what the source gives (largest difference {difference:.1e})"]
+    if stock:
+        remarks.append(
+            f"'{STOCK_FOLDER}' gives the same without any code of ours (largest difference {stock_difference:.1e})"
+        )
     if foreign_code:
         remarks.append(f"code that is not of this package: {', '.join(foreign_code)}")
     if not has_detect_secrets():
