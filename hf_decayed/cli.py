@@ -1,11 +1,13 @@
 """`hf-decayed`: thin commands over the functions of the package."""
 
 import argparse
+import inspect
 import sys
+from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 
-from .command_line import OneLineParser, non_negative_int, parse_field, positive_int
+from .command_line import OneLineParser, non_negative_int, parse_field, positive_int, shortcut_decay
 from .errors import format_error
 
 
@@ -32,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add_command in (add_convert, add_evaluate, add_sample, add_segment, add_card, add_publish):
+    for add_command in (add_convert, add_evaluate, add_report, add_sample, add_segment, add_card, add_publish):
         add_command(commands)
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -106,6 +108,66 @@ def run_evaluate(options) -> str:
     from .evaluation.__main__ import evaluate
 
     return evaluate(options.arguments)
+
+
+def add_report(commands):
+    from .data.arguments import add_data_arguments
+
+    parser = commands.add_parser(
+        "report",
+        help="show what the shortcuts of an encoder do, by depth",
+        description="Reports on the shortcuts of any vision encoder that AutoModel loads: alpha and running product, norm of "
+        "every branch against its shortcut, effective rank, kNN accuracy, and what (cluster mIoU) and where (position) the "
+        "patches hold, by depth. Writes report.json, report.md and report.png.",
+        epilog="examples:\n  hf-decayed report facebook/vit-mae-base\n  hf-decayed report facebook/dinov2-base --shortcut_decay "
+        "0.6 --keep_function\n  hf-decayed report outputs/mae --dataset_path photos --output reports/mae",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or repository of a vision encoder")
+    parser.add_argument("--output", metavar="DIR", help="folder to write; by default outputs/report/NAME")
+    parser.add_argument(
+        "--shortcut_decay",
+        type=shortcut_decay,
+        metavar="ALPHA",
+        help="decay a stock model first, with the same weights: a number above 0 or auto",
+    )
+    parser.add_argument(
+        "--keep_function", action="store_true", help="with --shortcut_decay: scale weights so that the outputs stay"
+    )
+    parser.add_argument("--revision", help="of the repository; pin it when you trust its code")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    data = add_data_arguments(parser)
+    data.add_argument(
+        "--max_train_samples", type=positive_int, default=1000, help="bank of kNN (default: %(default)s)"
+    )
+    data.add_argument("--max_eval_samples", type=positive_int, default=500, help="queries (default: %(default)s)")
+    data.add_argument(
+        "--dense_images", type=positive_int, default=100, help="for norms and for patches (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pooling",
+        choices=["mean", "patch_mean", "cls"],
+        default="mean",
+        help="of tokens, for rank and kNN (default: %(default)s, for every model)",
+    )
+    parser.add_argument("--num_clusters", type=positive_int, default=27, help="of patches (default: %(default)s)")
+    parser.add_argument("--batch_size", type=positive_int, default=64)
+    parser.add_argument("--seed", type=non_negative_int, default=0)
+    parser.add_argument("--cpu_threads", type=positive_int, help="by default all cores")
+    parser.add_argument(
+        "--features_dir", default="outputs/features", metavar="DIR", help="cache of features (default: %(default)s)"
+    )
+    parser.set_defaults(run=run_report)
+
+
+def run_report(options) -> str:
+    from .data.arguments import data_arguments
+    from .evaluation.features import Extraction
+    from .evaluation.report import write_report
+
+    settings = {name: getattr(options, name) for name in inspect.signature(write_report).parameters if name in options}
+    extraction = Extraction(Path(options.features_dir), options.batch_size, options.num_workers, options.on_bad_image)
+    return write_report(data=data_arguments(options), extraction=extraction, **settings)
 
 
 def add_sample(commands):
