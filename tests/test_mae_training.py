@@ -477,6 +477,32 @@ def test_started_from_weights_and_warned_of_a_blow_up(recipe, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_public_checkpoint_goes_on_with_decay(recipe, tmp_path):
+    """At a learning rate of 0 the saved network is the stock one in decayed form; it resumes; wrong flags are one sentence."""
+    sizes = {name: value for name, value in RECIPE["fields"].items() if name != "hidden_dropout_prob"}
+    theirs = ViTMAEForPreTraining(ViTMAEConfig(**sizes)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    flags = ["--init_from", tmp_path / "theirs", "--shortcut_decay", 0.6, "--keep_function", "true"]
+    run(recipe, tmp_path / "out", *flags, "--max_train_steps", 2, "--base_learning_rate", 0)
+    ours = AutoModelForPreTraining.from_pretrained(tmp_path / "out").eval()
+    assert ours.config.shortcut_decay == 0.6 and len(ours.decoder.skips) > 0
+    images, noise = torch.randn(2, 1, 16, 16), torch.rand(2, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours(images, noise=noise).logits, theirs(images, noise=noise).logits, rtol=1e-4, atol=1e-4
+        )
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["kept_function"] is True
+    for wrong, sentence in (
+        (["--init_from", tmp_path / "theirs"], "--keep_function needs --init_from and --shortcut_decay above 0"),
+        ([*flags[:4], "--decay_warmup", 0.5], "begins with the whole decay"),
+        ([*flags[:4], "--set", "hidden_size=64"], "cannot be kept with another architecture"),
+    ):
+        refused = run(recipe, tmp_path / "wrong", *wrong, "--keep_function", "true", code=2)
+        assert sentence in refused.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_compiled_checkpointed_and_in_half_precision(recipe, tmp_path):
     """What only makes it faster or smaller leaves the same files behind, and resumes."""

@@ -27,6 +27,7 @@ from hf_decayed.data.arguments import add_data_arguments, data_arguments
 from hf_decayed.data.datasets import StreamedImages, TrainingImages
 from hf_decayed.data.sources import load_image_splits
 from hf_decayed.data.transforms import Augmentation
+from hf_decayed.decay.continuation import continue_with_decay
 from hf_decayed.errors import UserError, explain_loading_errors
 from hf_decayed.models.image_processing_decayed import default_image_processor
 from hf_decayed.run import Run, adamw, script_main, warmup_cosine
@@ -66,6 +67,13 @@ def parse_arguments(arguments=None):
         help="sdpa, eager, flash_attention_2, ...; by default sdpa, or eager for bf16 on a CPU, where it is faster",
     )
     model.add_argument("--init_from", help="checkpoint folder or repository to start from")
+    model.add_argument(
+        "--keep_function",
+        type=boolean,
+        default=False,
+        help="with --init_from of a ViTMAE and --shortcut_decay: scale its weights so that the decayed network begins as the "
+        "same function, with silent skips",
+    )
 
     training = add_training_arguments(parser, batch_size=1024)
     training.add_argument("--num_train_epochs", type=non_negative_float, default=800)
@@ -92,6 +100,10 @@ def parse_arguments(arguments=None):
     options.fields = merge_fields(options, {} if options.init_from else recipe.get("fields", {}))
     if options.decay_warmup and options.compile:
         parser.error("--decay_warmup changes the network at every step, and --compile would recompile it: drop one")
+    if options.keep_function and not (options.init_from and options.shortcut_decay):
+        parser.error("--keep_function needs --init_from and --shortcut_decay above 0")
+    if options.keep_function and options.decay_warmup:
+        parser.error("--keep_function begins with the whole decay, and --decay_warmup without: drop one")
     return options, parser.run_options(options)
 
 
@@ -181,6 +193,7 @@ def main():
             **patches,
             "skip_use": {name.removeprefix("skip_use_"): measured[name] for name in measured if "skip_use" in name},
             "started_from": options.init_from and Path(options.init_from).name,
+            **({"kept_function": True} if options.keep_function else {}),
             "dataset": {
                 "name": splits.name,
                 "fingerprint": splits.fingerprint() if options.streaming else images.fingerprint(),
@@ -197,10 +210,12 @@ def main():
 def build_model(options, slow_sdpa: bool) -> DecayedViTMAEForPreTraining:
     attention = options.attn_implementation or ("eager" if slow_sdpa else "sdpa")
     if options.init_from:
+        fields = {} if options.keep_function else options.fields
         with explain_loading_errors(options.init_from):
-            return DecayedViTMAEForPreTraining.from_pretrained(
-                options.init_from, dtype=torch.float32, attn_implementation=attention, **options.fields
+            model = DecayedViTMAEForPreTraining.from_pretrained(
+                options.init_from, dtype=torch.float32, attn_implementation=attention, **fields
             )
+        return continue_with_decay(model, **options.fields) if options.keep_function else model
     make_config = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
     config = make_config(options.size, **options.fields)
     return DecayedViTMAEForPreTraining._from_config(config, attn_implementation=attention)
