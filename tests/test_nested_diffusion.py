@@ -1,0 +1,625 @@
+"""Nested diffusion: the network of a level, the latents, the chain."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import random_weights
+from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
+from huggingface_hub.errors import StrictDataclassError
+from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModel, ResNetConfig, ResNetModel, ViTConfig, ViTModel
+
+from hf_decayed import (
+    DecayedUViT2DModel,
+    DecayedViTMAEConfig,
+    DecayedViTMAEModel,
+    HierarchicalLatentConfig,
+    HierarchicalLatentEncoder,
+    NestedDiffusionPipeline,
+    NestedUViT2DModel,
+)
+from hf_decayed.models.unet_nested_uvit import dissertation_levels
+
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4}
+LEVELS = [(16, 1, 4), (2, 6, 1), (1, 8, 1)]  # of levels 1, 2 and 3
+
+
+def level_network(level, levels=LEVELS, **fields):
+    torch.manual_seed(level)
+    sigmas = [0.5] * (len(levels) - level)
+    return random_weights(
+        NestedUViT2DModel.for_level(levels, level, "S", **{**SIZES, "condition_sigmas": sigmas, **fields})
+    ).eval()
+
+
+def condition_tensors(network, number=2):
+    return [torch.randn(number, channels, size, size) for size, channels, _ in network.config.condition_levels]
+
+
+# The network of one level.
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_classes": 3, "time_embedding_mlp": True, "shortcut_schedule": "learned"}]
+)
+def test_without_conditions_it_is_the_uvit(fields):
+    sizes = {"sample_size": 8, "in_channels": 4, **SIZES, **fields}
+    theirs = random_weights(DecayedUViT2DModel(**sizes))
+    ours = NestedUViT2DModel(**sizes)
+    ours.load_state_dict(theirs.state_dict())  # strict: the same names, nothing extra
+    sample, time = torch.randn(2, 4, 8, 8), torch.tensor([3, 700])
+    labels = {"class_labels": torch.tensor([1, 3])} if "num_classes" in fields else {}
+    assert torch.equal(ours(sample, time, **labels).sample, theirs(sample, time, **labels).sample)
+    initial = []  # the same seed gives the same initial weights
+    for model_class in (DecayedUViT2DModel, NestedUViT2DModel):
+        torch.manual_seed(5)
+        initial.append(model_class(**sizes).state_dict())
+    assert all(torch.equal(initial[0][name], initial[1][name]) for name in initial[0])
+
+
+def test_tokens_and_macs_of_the_dissertation():
+    """Table D.1: parameters in millions and multiply-accumulates in billions of chains with 1 to 5 levels."""
+    tokens = [size**2 // patch**2 for size, _, patch in reversed(dissertation_levels(5))]
+    assert tokens == [1, 4, 4, 16, 256]
+    for num_levels, (parameters, macs) in enumerate(
+        [(104, 26.82), (208, 27.13), (313, 28.17), (417, 29.61), (523, 33.98)], 1
+    ):
+        levels = dissertation_levels(num_levels)
+        with torch.device("meta"):
+            networks = [NestedUViT2DModel.for_level(levels, level) for level in range(1, num_levels + 1)]
+        lengths = [
+            1 + sum(tokens[: num_levels - 1]) + 256,
+            *(1 + sum(tokens[:n]) for n in range(num_levels - 1, 0, -1)),
+        ]
+        assert [network.num_tokens for network in networks] == lengths  # a time token, and all latents above
+        assert sum(network.count_macs() for network in networks) / 1e9 == pytest.approx(macs, rel=0.002)
+        number = sum(parameter.numel() for network in networks for parameter in network.parameters())
+        assert number / 1e6 == pytest.approx(parameters, rel=0.005)
+    with torch.device("meta"):
+        single = NestedUViT2DModel.from_size("M-16", sample_size=32, in_channels=4)
+    assert single.count_macs() / 1e9 == pytest.approx(35.11, rel=0.002)
+    with pytest.raises(ValueError, match=r"`num_levels` must be an integer in \[1, 5\], got 6"):
+        dissertation_levels(6)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_macs_are_those_that_torch_counts(level):
+    network = level_network(level, [(8, 4, 2), (4, 6, 2), (1, 8, 1)], time_embedding_mlp=True)
+    size, channels = network.config.sample_size, network.config.in_channels
+    # The counter does not see inside of the fused kernels of a CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        network(torch.randn(1, channels, size, size), 3, conditions=condition_tensors(network, 1) or None)
+    assert network.count_macs() == pytest.approx(counter.get_total_flops() / 2, rel=1e-6)
+
+
+def test_conditions_and_empty_tokens():
+    network = level_network(1)
+    sample, conditions = torch.randn(3, 1, 16, 16), condition_tensors(network, 3)
+    given, empty = network(sample, 5, conditions=conditions).sample, network(sample, 5).sample
+    dropped = network(sample, 5, conditions=conditions, drop_conditions=torch.tensor([True, False, True])).sample
+    torch.testing.assert_close(dropped, torch.stack([empty[0], given[1], empty[2]]))
+    assert (given - empty).abs().min(dim=0).values.max() > 1e-3
+    for position in (0, 1):  # every level above matters
+        changed = [latent + (number == position) for number, latent in enumerate(conditions)]
+        assert (network(sample, 5, conditions=changed).sample - given).abs().max() > 1e-3
+    network.train()
+    drop = torch.tensor([True, False, False])
+    network(sample, 5, conditions=conditions, drop_conditions=drop).sample.square().sum().backward()
+    for name in ("empty_condition", "condition_embeddings.0.weight", "condition_embeddings.1.weight"):
+        assert network.get_parameter(name).grad.abs().sum() > 0, name
+
+
+def test_initial_values():
+    network = NestedUViT2DModel.for_level(LEVELS, 1, "S", **SIZES)
+    assert network.empty_condition.shape == (1, 5, 32) and 0.01 < network.empty_condition.std() < 0.03
+    assert network.position_embedding.shape == (1, 1 + 5 + 16, 32) and 0.01 < network.position_embedding.std() < 0.03
+    assert all(embedding.weight.std() > 0 for embedding in network.condition_embeddings)
+    assert network.in_blocks[0].fc2.weight.abs().sum() == 0 and network.out_blocks[0].skip_projection.weight.std() > 0
+
+
+def test_a_level_is_saved_and_loaded(tmp_path):
+    network = level_network(2, latent_fingerprint="abc")
+    network.save_pretrained(tmp_path)
+    loaded = NestedUViT2DModel.from_pretrained(tmp_path)
+    sample, conditions = torch.randn(2, 6, 2, 2), condition_tensors(network)
+    outputs = [model(sample, 3, conditions=conditions).sample for model in (network, loaded)]
+    torch.testing.assert_close(*outputs)
+    assert loaded.config.condition_sigmas == [0.5] and loaded.config.latent_fingerprint == "abc"
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({"condition_levels": [(2, 6)]}, r"`condition_levels` must hold \(size, channels, patch size\) of each level"),
+        ({"condition_levels": [(3, 6, 2)]}, "`condition_levels` needs sizes divisible by their patch size"),
+        (
+            {"condition_levels": [(2, 6, 1)], "condition_sigmas": [-0.5]},
+            "`condition_sigmas` must be finite and at least 0",
+        ),
+        (
+            {"condition_levels": [(2, 6, 1)], "condition_sigmas": [1, 1]},
+            "`condition_sigmas` must have one number for each of 1",
+        ),
+        ({"level": 0}, r"`level` must be an integer in \[1"),
+        ({"condition_level": [(2, 6, 1)]}, "did you mean `condition_levels`"),
+    ],
+)
+def test_wrong_fields_of_a_level(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        NestedUViT2DModel(**SIZES, **fields)
+
+
+def test_wrong_conditions():
+    network, sample = level_network(2), torch.randn(2, 6, 2, 2)
+    with pytest.raises(ValueError, match=r"`conditions` must have shapes \[\(2, 8, 1, 1\)\], the highest level first"):
+        network(sample, 3, conditions=[torch.randn(2, 8, 2, 2)])
+    with pytest.raises(ValueError, match="`conditions` were passed to the highest level"):
+        level_network(3)(torch.randn(2, 8, 1, 1), 3, conditions=[sample])
+
+
+# The latents.
+
+
+def tiny_vit(**fields):
+    torch.manual_seed(0)
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "image_size": 16,
+        "patch_size": 4,
+    }
+    return ViTModel(ViTConfig(hidden_size=16, num_channels=1, **sizes, **fields), add_pooling_layer=False).eval()
+
+
+def latent_encoder(levels=((1, 8), (2, 6)), fitted=True, encoder=None, **fields):
+    settings = {"image_mean": [0.5], "image_std": [0.25], "min_crop_size": 8, **fields}
+    model = HierarchicalLatentEncoder.from_encoder(encoder or tiny_vit(), list(levels), 16, **settings)
+    return model.fit(scenes(64).split(16)) if fitted else model
+
+
+def scenes(number, seed=0):
+    """Images `(number, 1, 16, 16)` in [0, 1]: a bright square somewhere, on noise."""
+    generator = torch.Generator().manual_seed(seed)
+    images = 0.3 * torch.rand(number, 1, 16, 16, generator=generator)
+    for image, (top, left) in zip(images, torch.randint(0, 11, (number, 2), generator=generator).tolist()):
+        image[:, top : top + 5, left : left + 5] += 0.7
+    return images
+
+
+def test_the_latents_are_those_of_an_svd():
+    """Against torch's SVD of all features at once; batches may be of any size."""
+    model, images = latent_encoder(fitted=False), scenes(64)
+    features = {level: tensor.flatten(0, 2).double() for level, tensor in model.features(images).items()}
+    model.fit(images.split(7))
+    latents = model.encode(images)
+    assert {level: tuple(tensor.shape) for level, tensor in latents.items()} == {3: (64, 8, 1, 1), 2: (64, 6, 2, 2)}
+    for level, projection in zip((3, 2), model.projections):
+        centred = features[level] - features[level].mean(dim=0)
+        _, values, vectors = torch.linalg.svd(centred, full_matrices=False)
+        channels = len(projection.components)
+        expected = centred @ vectors[:channels].T
+        expected = expected / expected.var(dim=0, correction=0).mean().sqrt()
+        actual = latents[level].movedim(1, -1).flatten(0, 2).double()
+        signs = (actual * expected).sum(dim=0).sign()
+        torch.testing.assert_close(actual, expected * signs, rtol=1e-3, atol=1e-3)
+        variances = actual.var(dim=0, correction=0)
+        assert variances.mean() == pytest.approx(1, rel=1e-4) and (variances.diff() <= 1e-6).all()
+        share = values[:channels].square().sum() / values.square().sum()
+        assert model.explained_variance()[level] == pytest.approx(float(share), rel=1e-4)
+        # The inverse is the projection of the features on the channels that are left.
+        inverse = model.decode_features({level: latents[level]})[level].flatten(0, 2).double()
+        subspace = centred @ vectors[:channels].T @ vectors[:channels] + features[level].mean(dim=0)
+        torch.testing.assert_close(inverse, subspace, rtol=1e-3, atol=1e-4)
+    again = latent_encoder(fitted=False).fit(images.split(64))
+    torch.testing.assert_close(again.encode(images)[2], latents[2], rtol=1e-4, atol=1e-4)
+
+
+def test_all_channels_lose_nothing():
+    model, images = latent_encoder([(1, 16)]), scenes(4)
+    assert model.explained_variance()[2] == pytest.approx(1, abs=1e-5)
+    features = model.decode_features(model.encode(images))[2]
+    torch.testing.assert_close(features, model.features(images)[2], rtol=1e-4, atol=1e-4)
+
+
+def test_crops_and_feature_maps():
+    model, images = latent_encoder([(1, 8), (2, 6), (4, 4)], fitted=False), scenes(3)
+    features = model.features(images)
+    corner = torch.nn.functional.interpolate(images[..., :8, 8:], size=16, mode="bicubic", antialias=True).clamp(0, 1)
+    with torch.no_grad():
+        expected = model.encoder((corner - 0.5) / 0.25).last_hidden_state[:, 0]
+        patches = model.encoder((images - 0.5) / 0.25).last_hidden_state[:, 1:]
+    torch.testing.assert_close(features[3][:, 0, 1], expected)  # the crop in the first row and second column
+    torch.testing.assert_close(features[2].flatten(1, 2), patches)  # crops of 4 pixels are too small: the feature map
+    pooled = latent_encoder([(2, 6)], fitted=False, min_crop_size=16).features(images)[2]
+    torch.testing.assert_close(pooled[:, 0, 0], patches.unflatten(1, (4, 4))[:, :2, :2].mean(dim=(1, 2)))
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"shortcut_schedule": "learned"}, {"final_norm": True, "pooling": "patch_mean"}]
+)
+def test_a_decayed_encoder_becomes_an_ordinary_one(fields):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    config = DecayedViTMAEConfig(**sizes, image_size=16, patch_size=4, num_channels=1, **fields)
+    encoder = DecayedViTMAEModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            parameter.uniform_(0.6, 1.0) if name.endswith("alpha") else parameter.normal_(std=0.3)
+    model, images = latent_encoder([(1, 8)], encoder=encoder), scenes(5)
+    with torch.no_grad():
+        expected = encoder((images - 0.5) / 0.25).pooler_output
+    ratio = model.features(images)[2][:, 0, 0] / expected
+    torch.testing.assert_close(ratio, torch.full_like(ratio, ratio.median()), rtol=1e-3, atol=0)  # one constant factor
+    assert type(model.encoder) is ViTModel
+
+
+def test_other_encoders():
+    torch.manual_seed(0)
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "image_size": 16,
+        "patch_size": 4,
+    }
+    clip = CLIPVisionModel(CLIPVisionConfig(hidden_size=16, num_channels=1, **sizes)).eval()
+    assert latent_encoder(encoder=clip).encode(scenes(2))[2].shape == (2, 6, 2, 2)
+    resnet = ResNetModel(
+        ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    ).eval()
+    for levels in ([(1, 8), (2, 6)], [(1, 8), (8, 6)]):
+        model = latent_encoder(levels, encoder=resnet)
+        assert model.encode(scenes(2))[3].shape == (2, 8, 1, 1)
+
+
+def test_latents_are_saved_and_loaded(tmp_path):
+    model, images = latent_encoder(), scenes(3)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is HierarchicalLatentEncoder
+    assert loaded.config.fingerprint == model.config.fingerprint == loaded.compute_fingerprint()
+    outputs = loaded(images).latents
+    assert all(torch.equal(outputs[level], latents) for level, latents in model.encode(images).items())
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    assert latent_encoder([(1, 8), (2, 5)]).config.fingerprint != model.config.fingerprint
+    assert latent_encoder().config.fingerprint == model.config.fingerprint
+
+
+def test_wrong_latents():
+    with pytest.raises(
+        ValueError, match="`levels` asks for 20 channels at level 2, and the encoder's features have 16"
+    ):
+        latent_encoder([(1, 20)])
+    with pytest.raises(
+        StrictDataclassError, match="`image_size` must be divisible by the grid of every level, got 16 and 3"
+    ):
+        latent_encoder([(3, 4)])
+    with pytest.raises(StrictDataclassError, match="`image_mean` must have 1 numbers, one per channel"):
+        latent_encoder(image_mean=[0.5] * 3)
+    unfitted = latent_encoder(fitted=False)
+    with pytest.raises(ValueError, match="has no SVD yet"):
+        unfitted.encode(scenes(1))
+    with pytest.raises(ValueError, match="`fit` got no images"):
+        unfitted.fit([])
+    with pytest.raises(ValueError, match="An SVD with 8 channels needs more vectors than that, got 5"):
+        unfitted.fit([scenes(5)])
+    with pytest.raises(ValueError, match=r"`pixel_values` must have shape \(batch, 1, 16, 16\), got \(2, 3, 16, 16\)"):
+        unfitted.features(torch.rand(2, 3, 16, 16))
+    with pytest.raises(ValueError, match="must be a model of transformers or a decayed masked autoencoder"):
+        HierarchicalLatentEncoder.from_encoder(unfitted, [(1, 8)], 16)
+    assert HierarchicalLatentConfig().levels == ((1, 256), (2, 128), (4, 64), (8, 32))
+
+
+# The chain.
+
+
+def chain(scheduler=None, encoder=None, **fields):
+    networks = {f"level_{level}": level_network(level, **fields) for level in (1, 2, 3)}
+    names = {0: "naught", 1: "one", 2: "two"} if fields.get("num_classes") else None
+    pipeline = NestedDiffusionPipeline(
+        scheduler or DPMSolverMultistepScheduler(), **networks, latent_encoder=encoder, id2label=names
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("scheduler", [DDPMScheduler, DPMSolverMultistepScheduler])
+def test_a_chain_samples_all_levels(scheduler):
+    pipeline = chain(scheduler(), num_classes=3)
+    output = pipeline(2, ["one", 0], num_inference_steps=3, guidance_weights=[1.5, 1.4, 1.3], generator=seeded())
+    assert {level: tuple(latents.shape) for level, latents in output.latents.items()} == {
+        3: (4, 8, 1, 1),
+        2: (4, 6, 2, 2),
+        1: (4, 1, 16, 16),
+    }
+    assert len(output.images) == 4 and output.images[0].size == (16, 16)
+    # One generator per image: an image does not depend on the others of its batch.
+    generators = [seeded(number) for number in (3, 4)]
+    both = pipeline(class_labels=[1, 2], num_inference_steps=3, generator=generators, output_type="pt", gamma=0.0)
+    alone = pipeline(class_labels=2, num_inference_steps=3, generator=[seeded(4)], output_type="pt", gamma=0.0)
+    torch.testing.assert_close(both.images[1:], alone.images, rtol=1e-4, atol=1e-5)
+
+
+def test_levels_share_nothing():
+    pipeline = chain()
+    pointers = [{parameter.data_ptr() for parameter in network.parameters()} for network in pipeline.networks.values()]
+    assert not pointers[0] & pointers[1] and not pointers[1] & pointers[2] and not pointers[0] & pointers[2]
+    # The loss of a level has gradients in its own network alone.
+    network = pipeline.level_2
+    network(torch.randn(2, 6, 2, 2), 3, conditions=condition_tensors(network)).sample.sum().backward()
+    assert any(parameter.grad is not None for parameter in network.parameters())
+    assert all(
+        parameter.grad is None for parameter in (*pipeline.level_1.parameters(), *pipeline.level_3.parameters())
+    )
+
+
+def test_fixed_latents_stay_fixed():
+    pipeline = chain()
+    first = pipeline(3, num_inference_steps=2, generator=seeded(0), output_type="pt")
+    fixed = {level: first.latents[level] for level in (3, 2)}
+    second = pipeline(fixed_latents=fixed, num_inference_steps=2, generator=seeded(1), output_type="pt")
+    assert all(torch.equal(second.latents[level], fixed[level]) for level in fixed)
+    assert (second.latents[1] - first.latents[1]).abs().amin(dim=0).max() > 1e-3
+    # One row serves all images, and the image depends on what is fixed.
+    row = {3: first.latents[3][:1]}
+    output = pipeline(2, fixed_latents=row, num_inference_steps=2, generator=[seeded(5), seeded(5)], output_type="pt")
+    assert torch.equal(output.latents[3], row[3].expand(2, -1, -1, -1))
+    torch.testing.assert_close(output.images[0], output.images[1])
+    other = pipeline(1, fixed_latents={3: row[3] + 3}, num_inference_steps=2, generator=[seeded(5)], output_type="pt")
+    assert (other.latents[2] - output.latents[2][:1]).abs().max() > 1e-3
+    everything = pipeline(fixed_latents=first.latents, output_type="pt")
+    assert torch.equal(everything.images, first.images)
+
+
+def test_level_1_alone_has_the_empty_condition():
+    pipeline = chain()
+    alone = pipeline(2, start_level=1, num_inference_steps=2, generator=seeded(), output_type="latent")
+    assert list(alone.latents) == [1]
+    network, scheduler = pipeline.level_1, pipeline.scheduler
+    scheduler.set_timesteps(2)
+    latents = torch.randn(2, 1, 16, 16, generator=seeded())
+    with torch.no_grad():
+        for timestep in scheduler.timesteps:
+            latents = scheduler.step(network(latents, timestep).sample, timestep, latents).prev_sample
+    torch.testing.assert_close(alone.images, latents)
+
+
+def recorded_conditions(pipeline, level, **arguments):
+    """The conditions that a level's network gets at every step, and the clean latents."""
+    calls, network = [], getattr(pipeline, f"level_{level}")
+    handle = network.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs.get("conditions")), with_kwargs=True
+    )
+    output = pipeline(200, num_inference_steps=4, generator=seeded(), output_type="latent", **arguments)
+    handle.remove()
+    return calls, output.latents
+
+
+def test_limits_of_gamma():
+    pipeline = NestedDiffusionPipeline(
+        DPMSolverMultistepScheduler(), level_2=level_network(2), level_3=level_network(3)
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    calls, latents = recorded_conditions(pipeline, 2, gamma=math.inf)
+    assert len(calls) == 4 and all(torch.equal(call[0], latents[3]) for call in calls)
+    calls, latents = recorded_conditions(pipeline, 2)  # without guidance no noise either, as in the dissertation
+    assert all(torch.equal(call[0], latents[3]) for call in calls)
+    calls, latents = recorded_conditions(pipeline, 2, gamma=0.0)
+    noise = torch.stack([call[0] - latents[3] for call in calls])
+    assert noise.flatten(1).std(dim=1).tolist() == pytest.approx([0.5] * 4, rel=0.05)  # sigma of training, every step
+    assert (noise[0] - noise[1]).abs().mean() > 0.3  # drawn anew
+    for reading, power in (("variance", 0.5), ("std", 1.0)):
+        calls, latents = recorded_conditions(pipeline, 2, gamma=2.0, gamma_scales=reading)
+        times = [(int(timestep) + 1) / 1000 for timestep in pipeline.scheduler.timesteps]
+        deviations = [float((call[0] - latents[3]).std()) for call in calls]
+        assert deviations == pytest.approx([0.5 * time ** (2.0 * power) for time in times], rel=0.05)
+    calls, latents = recorded_conditions(pipeline, 2, guidance_weights=1.8)
+    assert float((calls[0][0][:200] - latents[3]).std()) == pytest.approx(0.5, rel=0.05)  # gamma 0.3 where t is near T
+
+
+def test_guidance_is_in_the_convention_of_diffusers():
+    """By hand for one step: a weight of 1 + w gives `e + w (e - empty)`; the highest level has nothing to guide by."""
+    pipeline = chain(DDPMScheduler(clip_sample=False))
+    fixed = {level: torch.randn(2, *shape) for level, shape in ((3, (8, 1, 1)), (2, (6, 2, 2)))}
+    noise = torch.randn(2, 1, 16, 16, generator=seeded())
+    guided = pipeline(
+        fixed_latents=fixed,
+        guidance_weights=[1, 1, 1.5],
+        gamma=math.inf,
+        num_inference_steps=1,
+        generator=seeded(),
+        output_type="latent",
+    ).images
+    with torch.no_grad():
+        conditional = pipeline.level_1(noise, 0, conditions=[fixed[3], fixed[2]]).sample
+        empty = pipeline.level_1(noise, 0).sample
+    pipeline.scheduler.set_timesteps(1)
+    expected = pipeline.scheduler.step(conditional + 0.5 * (conditional - empty), 0, noise, generator=seeded())
+    torch.testing.assert_close(guided, expected.prev_sample, rtol=1e-4, atol=1e-4)
+    settings = {"num_inference_steps": 2, "output_type": "latent", "gamma": math.inf}
+    tops = [pipeline(guidance_weights=[w, 1, 1], generator=seeded(), **settings).latents[3] for w in (1.0, 9.0)]
+    assert torch.equal(*tops)
+    by_class = chain(num_classes=3)
+    tops = [by_class(1, 1, guidance_weights=w, generator=seeded(), **settings).latents[3] for w in (1.0, 9.0)]
+    assert not torch.allclose(*tops)
+
+
+def test_vary_and_interpolate():
+    encoder = latent_encoder()
+    pipeline = chain(encoder=encoder, latent_fingerprint=encoder.config.fingerprint)
+    images = scenes(2, seed=9)
+    latents = encoder.encode(images)
+    for from_level, kept in ((2, (3, 2)), (3, (3,))):
+        output = pipeline.vary(images, from_level=from_level, num_images=2, num_inference_steps=2)
+        assert len(output.images) == 4
+        for level in (3, 2):
+            expected = latents[level].repeat_interleave(2, dim=0)
+            assert torch.allclose(output.latents[level], expected, atol=1e-5) == (level in kept)
+    picture = Image.fromarray((images[0, 0] * 255).byte().numpy())
+    torch.testing.assert_close(pipeline.encode_image(picture)[3], latents[3][:1], rtol=0.05, atol=0.05)
+    output = pipeline.interpolate(images[:1], images[1:], num_images=5, num_inference_steps=2, output_type="pt")
+    torch.testing.assert_close(output.latents[3][[0, -1]], latents[3], rtol=1e-4, atol=1e-4)
+    middle, ends = output.latents[3][2].norm(), latents[3].flatten(1).norm(dim=1)
+    assert min(ends) * 0.9 < middle < max(ends) * 1.1  # a straight line would pass near the origin
+    assert not torch.allclose(output.latents[1][0], output.latents[1][-1])
+    same = pipeline.interpolate(images[:1], images[:1], num_images=3, num_inference_steps=2, output_type="pt")
+    same = same.latents[1]
+    torch.testing.assert_close(same[0], same[2], rtol=1e-3, atol=1e-4)  # from the same noise
+
+
+def test_callbacks_see_every_level():
+    pipeline, seen = chain(), []
+
+    def callback(pipeline, step, timestep, tensors):
+        seen.append((pipeline.current_level, step, tensors["latents"].shape[1]))
+        return {"latents": torch.zeros_like(tensors["latents"])} if pipeline.current_level == 1 else {}
+
+    output = pipeline(num_inference_steps=2, callback_on_step_end=callback, output_type="latent")
+    assert seen == [(3, 0, 8), (3, 1, 8), (2, 0, 6), (2, 1, 6), (1, 0, 1), (1, 1, 1)]
+    assert output.images.abs().sum() == 0 and pipeline.current_level is None
+
+
+def test_a_chain_that_is_not_trained_to_the_end():
+    networks = {"level_2": level_network(2), "level_3": level_network(3)}
+    pipeline = NestedDiffusionPipeline(DDPMScheduler(), **networks)
+    pipeline.set_progress_bar_config(disable=True)
+    output = pipeline(2, num_inference_steps=2, output_type="latent")
+    assert list(output.latents) == [3, 2] and output.images is output.latents[2]
+    with pytest.raises(ValueError, match="There is no `level_1`, so the chain ends above the image"):
+        pipeline()
+    middle = NestedDiffusionPipeline(DDPMScheduler(), level_1=level_network(1), level_3=level_network(3))
+    middle.set_progress_bar_config(disable=True)
+    with pytest.raises(ValueError, match="There is no `level_2`, so its latents cannot be sampled"):
+        middle()
+    fixed = {3: torch.randn(2, 8, 1, 1), 2: torch.randn(2, 6, 2, 2)}
+    assert len(middle(fixed_latents=fixed, num_inference_steps=2).images) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (
+            {"guidance_weights": [1.5, 1.4]},
+            "`guidance_weights` must be one number or one for each of 3 levels, .* got 2",
+        ),
+        ({"guidance_weights": 0.5}, "`guidance_weights` must be at least 1, .*its 0.5 is 1.5 here"),
+        ({"gamma": -1.0}, "`gamma` must be at least 0, got -1.0"),
+        ({"gamma_scales": "noise"}, "`gamma_scales` must be variance or std, got 'noise'"),
+        (
+            {"fixed_latents": {3: torch.zeros(1, 8, 2, 2)}},
+            r"of level 3 must have shape \(number, 8, 1, 1\), got \(1, 8, 2",
+        ),
+        ({"fixed_latents": {4: torch.zeros(1, 8, 1, 1)}}, r"`fixed_latents` must be of levels \[1, 2, 3\], got 4"),
+        ({"fixed_latents": {2: torch.zeros(1, 6, 2, 2)}}, "of level 2 need those of level 3 too"),
+        ({"fixed_latents": {3: torch.zeros(2, 8, 1, 1)}, "num_images": 3}, "must have 3 rows, .* got \\[2\\]"),
+        ({"start_level": 4}, r"`start_level` must lie in \[1, 3\], got 4"),
+        ({"start_level": 2}, r"`start_level=2` needs `fixed_latents` of levels \[3\], got \[\]"),
+        ({"num_images": 0}, "`num_images` must be a whole number of at least 1, got 0"),
+        ({"class_labels": 1}, "`class_labels` were passed to a network without classes"),
+        ({"generator": [torch.Generator()] * 2}, "There must be a generator for each of 1 images"),
+        ({"output_type": "jpeg"}, "`output_type` must be pil, np, pt or latent"),
+    ],
+)
+def test_wrong_arguments_of_the_chain(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        chain()(num_inference_steps=2, **arguments)
+
+
+def test_levels_that_do_not_fit():
+    first, scheduler = level_network(1), DDPMScheduler()
+    with pytest.raises(ValueError, match="There are no networks"):
+        NestedDiffusionPipeline(scheduler)
+    with pytest.raises(ValueError, match="`level_2` was trained as level 3"):
+        NestedDiffusionPipeline(scheduler, level_1=first, level_2=level_network(3))
+    for levels in ([(16, 1, 4), (2, 6, 1), (1, 9, 1)], [(16, 1, 4), (2, 7, 1), (1, 8, 1)], LEVELS[:2]):
+        with pytest.raises(ValueError, match="`level_2` belongs to another hierarchy than `level_1`"):
+            NestedDiffusionPipeline(scheduler, level_1=first, level_2=level_network(2, levels))
+    with pytest.raises(ValueError, match="`level_2` has 3 classes, and `level_1` 0"):
+        NestedDiffusionPipeline(scheduler, level_1=first, level_2=level_network(2, num_classes=3))
+    marked = [level_network(level, latent_fingerprint=mark) for level, mark in ((1, "abc"), (2, "def"))]
+    with pytest.raises(ValueError, match=r"latents of different encoders \(level_1 abc, level_2 def\)"):
+        NestedDiffusionPipeline(scheduler, *marked)
+    with pytest.raises(ValueError, match="latents of different encoders"):
+        NestedDiffusionPipeline(scheduler, level_1=marked[0], latent_encoder=latent_encoder())
+    with pytest.raises(ValueError, match="has no `latent_encoder`"):
+        chain().vary(scenes(1))
+    encoder = latent_encoder()
+    for level in (1, 4):
+        with pytest.raises(ValueError, match=r"A level to keep must lie in \[2, 3\], got"):
+            chain(encoder=encoder).vary(scenes(1), from_level=level)
+    with pytest.raises(ValueError, match="`num_images` must be at least 2, the two ends, got 1"):
+        chain(encoder=encoder).interpolate(scenes(1), scenes(1), num_images=1)
+
+
+CLEAN_PROCESS = """
+import json, sys
+sys.modules["hf_decayed"] = None
+import torch
+from diffusers import AutoModel, DiffusionPipeline
+pipeline = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
+pipeline.set_progress_bar_config(disable=True)
+image = torch.linspace(0, 1, 256).view(1, 1, 16, 16)
+output = pipeline.vary(image, num_inference_steps=3, output_type="pt", generator=torch.Generator().manual_seed(0))
+names = [type(pipeline).__name__, type(pipeline.latent_encoder).__name__]
+if len(sys.argv) > 2:
+    pipeline.save_pretrained(sys.argv[2])
+    names.append(type(AutoModel.from_pretrained(sys.argv[2], subfolder="level_2", trust_remote_code=True)).__name__)
+print(json.dumps([names, output.images.double().sum().item()]))
+"""
+
+
+def in_clean_process(source, *arguments, **environment):
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CLEAN_PROCESS, str(source), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": "", **environment},
+        capture_output=True,
+        text=True,
+        cwd="/",
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def save_chain(folder):
+    encoder = latent_encoder()
+    pipeline = chain(encoder=encoder, latent_fingerprint=encoder.config.fingerprint)
+    pipeline.save_pretrained(folder)
+    image = torch.linspace(0, 1, 256).view(1, 1, 16, 16)
+    images = pipeline.vary(image, num_inference_steps=3, output_type="pt", generator=seeded()).images
+    return images.double().sum().item()
+
+
+def test_a_saved_chain_loads_where_the_package_is_not(tmp_path):
+    expected = save_chain(tmp_path / "model")
+    names, pixel_sum = in_clean_process(tmp_path / "model", tmp_path / "again")
+    assert names == ["NestedDiffusionPipeline", "HierarchicalLatentEncoder", "NestedUViT2DModel"]
+    assert pixel_sum == pytest.approx(expected, rel=1e-5)
+    # The folder that it saved there has its code, too.
+    again = {path.relative_to(tmp_path / "again").as_posix() for path in (tmp_path / "again").rglob("*.py")}
+    assert again == {path.relative_to(tmp_path / "model").as_posix() for path in (tmp_path / "model").rglob("*.py")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_saved_chain_loads_over_http(tmp_path):
+    from loopback_hub import serve
+
+    expected = save_chain(tmp_path / "hub" / "user" / "name")
+    with serve(tmp_path / "hub") as server:
+        _, pixel_sum = in_clean_process(
+            "user/name", HF_ENDPOINT=server.url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "cache")
+        )
+    assert pixel_sum == pytest.approx(expected, rel=1e-5)
