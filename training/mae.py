@@ -8,6 +8,7 @@ Without arguments: the recipe `tiny` on the bundled Fashion-MNIST images, on a C
 `training/recipes/mae`; every flag given on the command line overrides it.
 """
 
+import copy
 import math
 import warnings
 from pathlib import Path
@@ -42,7 +43,7 @@ from hf_decayed.run.arguments import (
     merge_fields,
 )
 from hf_decayed.run.monitors import PatchMonitor, RepresentationMonitor
-from hf_decayed.run.optimization import set_shortcut_progress
+from hf_decayed.run.optimization import equivalent_groups, set_shortcut_progress
 
 
 # Token norms of a healthy encoder stay near the square root of its width; this many times that is the known failure.
@@ -86,6 +87,11 @@ def parse_arguments(arguments=None):
         "--decay_warmup",
         type=positive_fraction,
         help="fraction of the steps over which shortcuts fall from 1 to their weights; by default they start there",
+    )
+    training.add_argument(
+        "--equivalent_decay",
+        type=shortcut_decay,
+        help="train undecayed shortcuts with the learning rates that this decay amounts to under AdamW: a control",
     )
     training.add_argument("--adam_beta1", type=fraction, default=0.9)
     training.add_argument("--adam_beta2", type=fraction, default=0.95)
@@ -146,7 +152,9 @@ def main():
     # Optimizer.
     peak_learning_rate = options.base_learning_rate * options.batch_size / 256
     warmup_steps = run.warmup_steps(options.warmup_epochs)
-    optimizer = adamw(model, peak_learning_rate, (options.adam_beta1, options.adam_beta2), options.weight_decay)
+    betas = (options.adam_beta1, options.adam_beta2)
+    groups = decayed_rates(model, options.equivalent_decay, options.weight_decay) if options.equivalent_decay else None
+    optimizer = adamw(model, peak_learning_rate, betas, options.weight_decay, groups)
     average, evaluated = run.average(model)
     decayed_layers = [list(network.vit.layers) for network in (model, evaluated)]  # before anything wraps them
 
@@ -219,6 +227,16 @@ def build_model(options, slow_sdpa: bool) -> DecayedViTMAEForPreTraining:
     make_config = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
     config = make_config(options.size, **options.fields)
     return DecayedViTMAEForPreTraining._from_config(config, attn_implementation=attention)
+
+
+def decayed_rates(model, equivalent_decay: float | str, weight_decay: float) -> list[dict]:
+    """Parameter groups of a network without decay that learns as one with this decay would."""
+    if model.config.effective_decay() != 1 or model.config.residual_form != "decay":
+        raise UserError("--equivalent_decay is for a network without decay: give --shortcut_decay 1.0.")
+    config = copy.copy(model.config)
+    config.shortcut_decay = equivalent_decay
+    config.validate()
+    return equivalent_groups(model, model.vit.layers, config.shortcut_alphas(), weight_decay)
 
 
 def load_training_images(options, run, splits, augmentation):

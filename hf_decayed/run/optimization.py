@@ -5,11 +5,13 @@ import re
 
 import torch
 
+from ..decay.optimizer_rule import group_parameters
 from ..evaluation.linear_probe import warmup_cosine
 
 
 __all__ = [
     "adamw",
+    "equivalent_groups",
     "ema_with_warmup",
     "is_scaler_warmup",
     "layerwise_groups",
@@ -30,8 +32,31 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
 
 
-def adamw(model: torch.nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float):
-    return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=True)
+def equivalent_groups(
+    model: torch.nn.Module, layers, alphas: list[tuple[float, float]], weight_decay: float
+) -> list[dict]:
+    """Groups with which AdamW trains undecayed layers as if their shortcuts had these alphas (docs/method.md).
+
+    With P the product of the alphas up to a branch, its last layer has `rate_scale` 1 / P, and weight decay and eps times P.
+    """
+    scales, product = {}, 1.0
+    for layer, pair in zip(layers, alphas):
+        for projection, alpha in zip((layer.attention.o_proj, layer.mlp.fc2), pair):
+            product *= alpha
+            scales |= {id(parameter): 1 / product for parameter in projection.parameters()}
+    rates = {"rate_scale": 1.0, "weight_decay": weight_decay, "eps": 1e-8}
+    return group_parameters(model, scales, rates, {"rate_scale": 1, "weight_decay": -1, "eps": -1})
+
+
+def adamw(
+    model: torch.nn.Module,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    groups: list[dict] | None = None,
+):
+    groups = groups or parameter_groups(model, weight_decay)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
 def linear_warmup(step: int, warmup_steps: int) -> float:
