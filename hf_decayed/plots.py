@@ -241,11 +241,14 @@ def save_shortcut_report(path: Path, report: dict) -> None:
 
     def draw_depths(axis, title, names):
         factor = 100 if "%" in title else 1
-        for name in [name for name in names if name in layers[0]]:
-            values = np.array([factor * row[name] for row in layers.values()])
-            (line,) = axis.plot(list(layers), values, marker=".", label=names[name])
-            spread = np.array([factor * row.get(f"{name}_spread", 0.0) for row in layers.values()])
-            axis.fill_between(list(layers), values - spread, values + spread, color=line.get_color(), alpha=0.2)
+        for name, label in names.items():
+            depths = [depth for depth, row in layers.items() if name in row]
+            if not depths:
+                continue
+            values = np.array([factor * layers[depth][name] for depth in depths])
+            (line,) = axis.plot(depths, values, marker=".", label=label)
+            spread = np.array([factor * layers[depth].get(f"{name}_spread", 0.0) for depth in depths])
+            axis.fill_between(depths, values - spread, values + spread, color=line.get_color(), alpha=0.2)
             if name in pixels:
                 axis.axhline(factor * pixels[name], color=line.get_color(), linestyle=":", linewidth=1)
         if pixels:

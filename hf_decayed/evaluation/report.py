@@ -34,7 +34,7 @@ from .dense import DENSE_METRICS, DenseMetrics, evaluate_dense, pixel_patches
 from .encoders import FeatureMetrics, FeatureSource, encoder_source, evaluate_features
 from .features import Extraction, dense_features, patch_grid, transformer_encoder, unmasked_inputs
 from .segmentation import require_sklearn
-from .tables import markdown_table, protocol_text
+from .tables import format_metric, protocol_text
 
 
 # Blocks of this package's encoders by class name, with the attributes that hold their alphas.
@@ -57,6 +57,14 @@ NORMS_TEXT = (
     "norms: of a token, mean over tokens and held-out images; the branch is all that is added to alpha times the stream, "
     "layer scale included; the ratio is branch over alpha times stream"
 )
+
+
+class DepthMetrics(FeatureMetrics):
+    """Metrics of features; those of many dimensions are not whitened, because a small bank does not tell their covariance."""
+
+    def compute(self, train, train_labels, test, test_labels) -> dict[str, float]:
+        names = [name for name in self.names if name != "knn_whitened" or len(train) >= 2 * train.shape[1]]
+        return FeatureMetrics.compute(replace(self, names=names), train, train_labels, test, test_labels)
 
 
 @dataclass
@@ -108,7 +116,7 @@ def own_shortcuts(model: nn.Module) -> Shortcuts | None:
         describe, names = OWN_BLOCKS[type(module).__name__]
         shortcuts.stack.modules.append(module)
         shortcuts.stack.blocks.append(replace(describe(module), stage=parents.index(parent)))
-        shortcuts.alphas.append([float(getattr(module, name)) for name in names])
+        shortcuts.alphas.append([torch.as_tensor(getattr(module, name), dtype=torch.float64).item() for name in names])
     return shortcuts
 
 
@@ -304,6 +312,11 @@ def report_encoder(
     else:
         notes.append("What and where are left out: the hidden states are not on one grid of patches at all depths.")
     rows = {name.removesuffix(f".{pooling}"): row for name, row in results.pop("rows").items()}
+    if "knn_accuracy" in rows["0"] and not all("knn_whitened_accuracy" in rows[str(n)] for n in range(num_states)):
+        notes.append(
+            "Whitened kNN is left out where the bank has fewer than two images for every dimension of the features: use more "
+            "--max_train_samples."
+        )
     return {
         "model_class": type(model).__name__,
         "pooling": pooling,
@@ -345,8 +358,8 @@ def pooled_metrics(splits: ImageSplits, seed: int, notes: list[str]) -> FeatureM
     """Rank, and kNN if there are labels; what is left out is added to the notes."""
     if splits.label_column is None:
         notes.append("kNN is left out: the data has no label column.")
-        return FeatureMetrics(("rank",), seed=seed)
-    return FeatureMetrics(("knn", "knn_whitened", "rank"), k=min(20, len(splits.train)), seed=seed)
+        return DepthMetrics(("rank",), seed=seed)
+    return DepthMetrics(("knn", "knn_whitened", "rank"), k=min(20, len(splits.train)), seed=seed)
 
 
 def dense_metrics(
@@ -483,12 +496,16 @@ def save_report_files(folder: Path, report: dict) -> str:
 def report_tables(report: dict) -> str:
     """Two tables: residual additions, and features by depth."""
     tables = [additions_table(report["additions"])] if report["additions"] else []
-    rows = {}
-    for name, row in report["rows"].items():
-        shown = [metric for metric in SHOWN_METRICS if metric in row]
-        names = [word for metric in shown for word in (metric, f"{metric}_spread") if word in row]
-        rows[f"layer {name}" if name.isdecimal() else name] = {metric: row[metric] for metric in names}
-    return "\n\n".join([*tables, markdown_table(rows)])
+    rows = report["rows"]
+    columns = [metric for metric in SHOWN_METRICS if any(metric in row for row in rows.values())]
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for name, row in rows.items():
+        cells = [
+            format_metric(metric, row[metric], row.get(f"{metric}_spread")) if metric in row else "-"
+            for metric in columns
+        ]
+        lines.append(f"| {f'layer {name}' if name.isdecimal() else name} | " + " | ".join(cells) + " |")
+    return "\n\n".join([*tables, "\n".join(lines)])
 
 
 def additions_table(additions: list[dict]) -> str:
