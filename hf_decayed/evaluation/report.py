@@ -485,9 +485,8 @@ def save_report_files(folder: Path, report: dict) -> str:
         picture, files = "![by depth](report.png)", f"{files}, report.png"
     except UserError as error:  # without matplotlib; the numbers are written
         picture, files = "", f"{files}; no picture: {format_error(error)}"
-    protocol = "; ".join(
-        [protocol_text(report["protocol"], report["rows"]), *([NORMS_TEXT] if report["additions"] else [])]
-    )
+    texts = ["layers: hidden states, before a final norm", protocol_text(report["protocol"], report["rows"])]
+    protocol = "; ".join([*texts, NORMS_TEXT] if report["additions"] else texts)
     parts = [f"# Shortcuts of {report['model']}", picture, sentences, tables, protocol, f"`{report['command']}`"]
     (folder / "report.md").write_text("\n\n".join(part for part in parts if part) + "\n")
     return "\n\n".join([tables, sentences, f"{folder}: {files}, {report['seconds']:.0f} s"])
