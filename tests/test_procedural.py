@@ -9,7 +9,7 @@ from conftest import TINY_SIZES, run_script
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, DecayedViTMAEModel
 from hf_decayed.data import procedural
 from hf_decayed.data.datasets import EvaluationDataset, TrainingImages
 from hf_decayed.data.latents import latent_images, pixel_images
@@ -17,6 +17,8 @@ from hf_decayed.data.procedural import TRAIN_SEED, ProceduralViews, draw_colours
 from hf_decayed.data.sources import load_image_splits, load_splits
 from hf_decayed.data.transforms import Augmentation, CenterCropProcessor
 from hf_decayed.errors import DataError, UserError
+from hf_decayed.evaluation.encoders import FeatureMetrics, evaluate_encoder
+from hf_decayed.models.image_processing_decayed import default_image_processor
 
 
 KEYS = [(0, 5), (3, 1), (0, 900), (7, 7)]
@@ -311,3 +313,23 @@ def test_other_scripts_train_on_views(script, tmp_path):
     # A probe that stops at a step has no results yet.
     assert script == "linear_probe.py" or json.loads(results.read_text())["dataset"]["name"] == "bundled:textured"
     assert printed.returncode == 0
+
+
+def test_invariance_is_how_often_another_view_of_the_image_is_nearest():
+    """Features of the garment alone are invariant, features of the colours are not; grey data has no other views."""
+    splits = load_image_splits("bundled:coloured").take(64, 48)
+    assert len(splits.other_views) == 48 and splits.other_views["label"] == splits.held_out["label"]
+    pairs = zip(splits.held_out, splits.other_views)
+    assert all(np.asarray(row["image"]).tobytes() != np.asarray(other["image"]).tobytes() for row, other in pairs)
+    metrics, labels = FeatureMetrics(["invariance"]), torch.zeros(48, dtype=torch.long)
+    test, noise = torch.randn(48, 8), torch.randn(48, 8)
+    same = metrics.compute(test, labels, test, labels, test + 0.01 * noise)
+    other = metrics.compute(test, labels, test, labels, noise)
+    assert same["invariance_accuracy"] == 1 and other["invariance_accuracy"] < 0.3
+    model = DecayedViTMAEModel(DecayedViTMAEConfig(**{**TINY_SIZES, "image_size": 28, "patch_size": 7}))
+    processor = default_image_processor(28)
+    results = evaluate_encoder(model, processor, splits, metrics=metrics)
+    assert 0 <= results["rows"]["pixels"]["invariance_accuracy"] < 0.5
+    assert results["dataset"]["number"] == {"train": 64, "test": 48, "other_views": 48}
+    with pytest.raises(DataError, match="Invariance needs data whose views are drawn"):
+        evaluate_encoder(model, processor, load_image_splits("bundled").take(8, 8), metrics=metrics)

@@ -33,7 +33,7 @@ FIELD_AMPLITUDE, GRATING_AMPLITUDE = 0.35, 0.2
 GRATING_CYCLES = (2.0, 7.0)  # per image
 VIEW_STREAM = 3  # of `sample_generator`: 0 to 2 are crops and masks, RandAugment, diffusion noise
 # Seeds of the fixed renderings, above those that users choose.
-TRAIN_SEED, HELD_OUT_SEED = 2**40, 2**40 + 1
+TRAIN_SEED, HELD_OUT_SEED, OTHER_VIEW_SEED = 2**40, 2**40 + 1, 2**40 + 2
 
 LUMA = (0.299, 0.587, 0.114)  # grey of red, green and blue, as Pillow weighs them
 GEOMETRY_DRAWS = 4

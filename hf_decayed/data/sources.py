@@ -12,7 +12,7 @@ from datasets import Image as ImageFeature
 from datasets.exceptions import DatasetsError
 
 from ..errors import DataError
-from .procedural import HELD_OUT_SEED, TRAIN_SEED, VARIANTS, ProceduralViews, render_dataset
+from .procedural import HELD_OUT_SEED, OTHER_VIEW_SEED, TRAIN_SEED, VARIANTS, ProceduralViews, render_dataset
 from .segmentation_folders import SegmentationFolder, find_segmentation_folder
 
 
@@ -37,6 +37,7 @@ class ImageSplits:
         mask_zero_is_ignored (`bool`): Class numbers in masks start at 1, as in ADE20K; [`EvaluationDataset`] lowers them.
         mask_names (`list[str]`, *optional*): What the numbers in masks stand for, from 0 on.
         views (`ProceduralViews`, *optional*): Draws the images of training anew in every epoch; `train` has fixed views.
+        other_views (`Dataset`, *optional*): The held-out images in other views, row by row.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ImageSplits:
     mask_zero_is_ignored: bool = False
     mask_names: list[str] | None = None
     views: ProceduralViews | None = None
+    other_views: Dataset | None = None
 
     def take(self, max_train_samples: int | None = None, max_eval_samples: int | None = None) -> "ImageSplits":
         """At most so many images of each split."""
@@ -57,6 +59,7 @@ class ImageSplits:
             train=take_subset(self.train, max_train_samples),
             held_out=take_subset(self.held_out, max_eval_samples),
             views=self.views and replace(self.views, originals=take_subset(self.views.originals, max_train_samples)),
+            other_views=self.other_views and take_subset(self.other_views, max_eval_samples),
         )
 
     def class_names(self) -> list[str]:
@@ -128,6 +131,7 @@ def render_splits(splits: ImageSplits, variant: str) -> ImageSplits:
         mask_column="mask",
         mask_names=["background", *read_class_names(splits.train, "label")],
         views=None if variant == "grey" else ProceduralViews(variant, splits.train),
+        other_views=None if variant == "grey" else render_dataset(splits.held_out, variant, OTHER_VIEW_SEED),
     )
 
 

@@ -18,7 +18,7 @@ from ..provenance import pipeline_fingerprint, public_config, sanitized_command,
 from .arguments import parse_arguments
 from .blocks import evaluate_block_patches, evaluate_blocks
 from .dense import DENSE_METRICS, DenseMetrics, evaluate_patches, split_features
-from .encoders import POOLED_METRICS, FeatureMetrics, evaluate_encoder
+from .encoders import ENCODER_METRICS, POOLED_METRICS, FeatureMetrics, evaluate_encoder
 from .features import Extraction, hash_json, pipeline_network
 from .generation import SampledImages, SampleMetrics, evaluate_samples, require_inception
 from .sampling import load_pipeline, sample
@@ -84,7 +84,7 @@ def run_encoder(options: argparse.Namespace, accelerator: Accelerator) -> dict:
     elif options.features:
         names["pooled"], names["dense"] = split_features(options.features)
     results: dict = {}
-    if set(options.metrics) & set(POOLED_METRICS):
+    if set(options.metrics) & set(ENCODER_METRICS):
         results = evaluate_encoder(
             model,
             processor,

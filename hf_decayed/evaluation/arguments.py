@@ -16,7 +16,7 @@ from ..command_line import (
 from ..data.arguments import add_data_arguments
 from .blocks import NOISE_LEVELS
 from .dense import DENSE_METRICS
-from .encoders import FEATURE_METRICS, POOLED_METRICS
+from .encoders import ENCODER_METRICS, FEATURE_METRICS, POOLED_METRICS
 from .generation import SAMPLE_METRICS
 from .linear_probe import PROTOCOLS
 
@@ -79,7 +79,7 @@ def build_parser() -> OneLineParser:
     metrics.add_argument(
         "--metrics",
         type=comma_separated,
-        help=f"comma-separated; of features {','.join(POOLED_METRICS)}, of patches {','.join(DENSE_METRICS)}, of samples "
+        help=f"comma-separated; of features {','.join(ENCODER_METRICS)}, of patches {','.join(DENSE_METRICS)}, of samples "
         f"{','.join(SAMPLE_METRICS)}; by default {','.join(FEATURE_METRICS)} for an encoder, all of samples for a pipeline",
     )
     metrics.add_argument("--seed", type=non_negative_int, default=0)
@@ -160,7 +160,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.kind = model_kind(options.model, options.revision)
     known = {
-        "encoder": (*POOLED_METRICS, *DENSE_METRICS),
+        "encoder": (*ENCODER_METRICS, *DENSE_METRICS),
         "pipeline": (*POOLED_METRICS, *DENSE_METRICS, *SAMPLE_METRICS),
         "samples": SAMPLE_METRICS,
     }[options.kind]

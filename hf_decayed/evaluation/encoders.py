@@ -21,6 +21,7 @@ from .linear_probe import PROTOCOLS, linear_probe
 
 FEATURE_METRICS = ("knn", "linear", "rank")
 POOLED_METRICS = (*FEATURE_METRICS, "knn_whitened")
+ENCODER_METRICS = (*POOLED_METRICS, "invariance")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class FeatureMetrics:
     """Metrics of features, and their settings.
 
     Args:
-        names (`Sequence[str]`): Some of `knn`, `linear`, `rank` and `knn_whitened`.
+        names (`Sequence[str]`): Some of `knn`, `linear`, `rank`, `knn_whitened` and `invariance`.
         k (`int`), temperature (`float`, *optional*): Of [`knn_accuracy`].
         probe_protocol (`str`): Of [`linear_probe`], a name in `PROTOCOLS`.
         seed (`int`): Of the linear probe.
@@ -40,8 +41,11 @@ class FeatureMetrics:
     probe_protocol: str = "ridge"
     seed: int = 0
 
-    def compute(self, train, train_labels, test, test_labels) -> dict[str, float]:
-        """Metrics of training and held-out features; the rank is that of the held-out ones."""
+    def compute(self, train, train_labels, test, test_labels, other_views=None) -> dict[str, float]:
+        """Metrics of training and held-out features; the rank is that of the held-out ones.
+
+        `other_views` are features of the held-out images in other views, in the same order.
+        """
         splits = train, train_labels, test, test_labels
         results = {}
         if "knn" in self.names:
@@ -56,6 +60,9 @@ class FeatureMetrics:
         if "rank" in self.names:
             results["effective_rank"] = effective_rank(test)
             results["effective_rank_exponential"] = effective_rank(test, "exponential")
+        if "invariance" in self.names:
+            images = torch.arange(len(test))  # every image is a class of its own
+            results["invariance_accuracy"] = knn_accuracy(other_views, images, test, images, k=1)
         return results
 
     def protocol(self) -> dict:
@@ -68,6 +75,8 @@ class FeatureMetrics:
         }
         if "knn_whitened" in self.names:
             protocol["knn_whitened"] = "kNN after whitening by the covariance of the training features"
+        if "invariance" in self.names:
+            protocol["invariance"] = "share of held-out images whose nearest neighbour among other views is their own"
         return protocol
 
 
@@ -148,6 +157,8 @@ def evaluate_features(
     accelerator = accelerator or Accelerator()
     if splits.label_column is None and set(metrics.names) - {"rank"}:
         raise DataError("kNN and probes need labels, and there is no label column: use --metrics rank, or name one.")
+    if "invariance" in metrics.names and splits.other_views is None:
+        raise DataError("Invariance needs data whose views are drawn, such as --dataset_name bundled:coloured.")
     identity = {
         **source.identity,
         "pixels": pixels,
@@ -156,6 +167,8 @@ def evaluate_features(
         "columns": [splits.image_column, splits.label_column],
     }
     datasets, features = {"train": splits.train, "test": splits.held_out}, {}
+    if "invariance" in metrics.names:
+        datasets["other_views"] = splits.other_views
     for split, dataset in datasets.items():
         features[split] = extraction.extract(
             with_pixels(source.encode) if pixels else source.encode,
@@ -169,13 +182,14 @@ def evaluate_features(
             ),
             {**identity, "split": split, "data": dataset._fingerprint},
             accelerator,
-            f"features of {split}",
+            f"features of {split.replace('_', ' ')}",
         )
     train, test = features["train"], features["test"]
     rows = {}
     if accelerator.is_main_process:
         for name in (["pixels"] if pixels else []) + source.names:
-            rows[name] = metrics.compute(train[name], train["labels"], test[name], test["labels"])
+            other_views = features.get("other_views", {}).get(name)
+            rows[name] = metrics.compute(train[name], train["labels"], test[name], test["labels"], other_views)
     return describe_results(source, splits, metrics.protocol(), datasets, features, rows, accelerator)
 
 

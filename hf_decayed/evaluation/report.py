@@ -62,9 +62,9 @@ NORMS_TEXT = (
 class DepthMetrics(FeatureMetrics):
     """Metrics of features; those of many dimensions are not whitened, because a small bank does not tell their covariance."""
 
-    def compute(self, train, train_labels, test, test_labels) -> dict[str, float]:
+    def compute(self, train, train_labels, test, test_labels, other_views=None) -> dict[str, float]:
         names = [name for name in self.names if name != "knn_whitened" or len(train) >= 2 * train.shape[1]]
-        return FeatureMetrics.compute(replace(self, names=names), train, train_labels, test, test_labels)
+        return FeatureMetrics.compute(replace(self, names=names), train, train_labels, test, test_labels, other_views)
 
 
 @dataclass
