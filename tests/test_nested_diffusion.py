@@ -5,13 +5,17 @@ import math
 import os
 import subprocess
 import sys
+import time
 
+import nested
 import pytest
 import torch
-from conftest import random_weights
+from accelerate import Accelerator
+from conftest import ROOT, random_weights, run_script
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
 from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
+from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModel, ResNetConfig, ResNetModel, ViTConfig, ViTModel
@@ -25,6 +29,12 @@ from hf_decayed import (
     NestedDiffusionPipeline,
     NestedUViT2DModel,
 )
+from hf_decayed.cli import main
+from hf_decayed.data.keyed_random import sample_generator
+from hf_decayed.data.latents import pixel_images
+from hf_decayed.data.nested_latents import LatentTable, NestedLatents, cache_nested_latents, fit_batches
+from hf_decayed.data.sources import ImageSplits, load_splits
+from hf_decayed.errors import DataError
 from hf_decayed.models.unet_nested_uvit import dissertation_levels
 
 
@@ -562,6 +572,135 @@ def test_levels_that_do_not_fit():
             chain(encoder=encoder).vary(scenes(1), from_level=level)
     with pytest.raises(ValueError, match="`num_images` must be at least 2, the two ends, got 1"):
         chain(encoder=encoder).interpolate(scenes(1), scenes(1), num_images=1)
+
+
+# Training.
+
+
+def nested_data(tmp_path, number=40):
+    """Bundled images with latents of a tiny encoder of images of 28 pixels, cached."""
+    train = load_splits()[0].select(range(number))
+    splits = ImageSplits("forty", train, train, "none", "image", "label")
+    torch.manual_seed(0)
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "image_size": 28,
+        "patch_size": 7,
+    }
+    encoder = ViTModel(ViTConfig(hidden_size=16, num_channels=1, **sizes), add_pooling_layer=False).eval()
+    fields = {"image_mean": [0.5], "image_std": [0.25], "min_crop_size": 14}
+    model = HierarchicalLatentEncoder.from_encoder(encoder, [(1, 8), (2, 4)], 28, **fields)
+    model.fit(fit_batches(splits, 28, 1, None))
+    shards = cache_nested_latents(model, splits, tmp_path, Accelerator(cpu=True), batch_size=8, shard_size=16)
+    return splits, model, shards
+
+
+def test_latents_are_those_of_the_images_that_level_1_sees(tmp_path):
+    """Mirrored where the image is; the same from memory and from the disk; draws that belong to the sample."""
+    splits, model, shards = nested_data(tmp_path)
+    assert len(shards) == 3
+    tables = LatentTable(shards), LatentTable(shards, memory_limit=0)
+    assert tables[0].memory is not None and tables[1].memory is None and len(tables[0]) == 40
+    keys = [(epoch, index) for epoch in (0, 1, 2) for index in (3, 17, 39, 20)]
+    pixels = pixel_images(splits, 28, 1, seed=3)
+    batches = [NestedLatents(table, 1, 3, 3, True, pixels).__getitems__(keys) for table in tables]
+    flips = {bool(sample_generator(3, *key).random(23)[22] < 0.5) for key in keys}
+    assert flips == {True, False}
+    expected = model.encode((batches[0]["sample"] + 1) / 2)
+    for batch in batches:
+        for latents, level in zip(batch["conditions"], (3, 2)):
+            torch.testing.assert_close(latents, expected[level], rtol=1e-3, atol=1e-3)
+    upper = NestedLatents(tables[0], 2, 3, 3, True)
+    batch, alone = upper.__getitems__(keys), upper.__getitems__(keys[5:6])
+    torch.testing.assert_close(batch["sample"], expected[2], rtol=1e-3, atol=1e-3)
+    assert len(batch["conditions"]) == 1 and torch.equal(batch["labels"], batches[0]["labels"])
+    for name in ("sample", "noise", "uniform", "labels"):
+        assert torch.equal(batch[name][5], alone[name][0])
+    assert torch.equal(batch["condition_noise"][0][5], alone["condition_noise"][0][0])
+    assert torch.equal(
+        batch["condition_noise"][0], batches[0]["condition_noise"][0]
+    )  # of the sample, whatever the level
+    assert not torch.equal(batch["noise"][0], batch["noise"][4])  # another epoch
+    many = upper.__getitems__([(epoch, index) for epoch in range(50) for index in range(40)])
+    assert (many["uniform"][:, 1] < 0.1).float().mean() == pytest.approx(
+        0.1, abs=0.02
+    )  # the share of empty conditions
+    assert many["condition_noise"][0].std() == pytest.approx(1, abs=0.02)
+    assert abs((many["condition_noise"][0][:, 0] * many["noise"][:, 0, :1, :1]).mean()) < 0.05  # independent draws
+    with pytest.raises(DataError, match="There are 20 images, and latents of 40"):
+        NestedLatents(tables[0], 1, 3, 3, True, pixel_images(splits.take(20), 28, 1, seed=3))
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--hierarchy", "1-256"], "must be GRIDxCHANNELS or GRIDxCHANNELS/PATCH, such as 1x256, got '1-256'"),
+        (["--sigmas", "-1"], "must be at least 0, got -1"),
+        (["--sigmas", "1", "2"], "--sigmas must be one number or 1, got 2"),
+        (["--level", "3"], "--level must be at most 2, the levels of --hierarchy and the first"),
+        (["--set", "condition_levels=[]"], "--set condition_levels: it follows from --hierarchy"),
+        (["--on_bad_image", "skip"], "--on_bad_image skip: the images of level 1 and the latents above"),
+    ],
+)
+def test_wrong_flags(flags, sentence, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        nested.parse_arguments(flags)
+    assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+
+
+SMALL = ["--set", "hidden_size=32", "--set", "num_layers=2", "--batch_size", 16, "--max_train_steps", 16]
+SMALL += ["--max_train_samples", 80, "--warmup_steps", 4, "--log_every", 1, "--checkpointing_steps", 4]
+SMALL += ["--sample_every", 8, "--sample_steps", 2, "--eval_samples", 9, "--sample_images", 4, "--cpu_threads", 1]
+SMALL += ["--hierarchy", "1x8", "2x4", "--min_crop_size", 14]
+
+
+def weights(folder):
+    return {path.parent.name: load_file(path) for path in sorted(folder.glob("level_*/*.safetensors"))}
+
+
+def killed_at(command, checkpoint):
+    """Runs a command until a checkpoint is there, and kills it."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not checkpoint.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_chain_resumes_to_the_last_bit(tmp_path):
+    flags = [*SMALL, "--latents_dir", tmp_path / "latents"]
+    whole = run_script("nested.py", *flags, "--output_dir", tmp_path / "whole")
+    assert "pipeline of 3 levels, samples.png, results.json" in whole.stdout
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    assert set(results["levels"]) == {"1", "2", "3"} and results["frechet_pixels_9"] > 0
+    assert Image.open(tmp_path / "whole" / "samples.png").width > 100
+
+    parts = [*flags, "--output_dir", tmp_path / "parts"]
+    command = [sys.executable, str(ROOT / "training" / "nested.py"), *map(str, parts)]
+    for level, step in ((2, 4), (1, 8)):
+        killed_at(command, tmp_path / "parts" / "runs" / f"level_{level}" / "checkpoints" / f"step-{step:08d}")
+        command += ["--resume_from_checkpoint", "latest"]
+    resume = [*parts, "--resume_from_checkpoint", "latest"]
+    assert "belongs to another run" in run_script("nested.py", *resume, "--sigmas", 1, code=2).stderr
+    assert "resumed at step" in run_script("nested.py", *resume).stdout
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert list(first) == ["level_1", "level_2", "level_3"]
+    assert all(torch.equal(first[level][name], second[level][name]) for level in first for name in first[level])
+
+    # A level alone: given the latents of held-out images, where there is no network above.
+    run_script("nested.py", *flags, "--output_dir", tmp_path / "alone", "--level", 1)
+    alone = load_file(tmp_path / "alone" / "runs" / "level_1" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(first["level_1"][name], alone[name]) for name in alone)
+    assert not (tmp_path / "alone" / "model_index.json").exists()
+    # A level of another hierarchy is refused before it is trained.
+    other = ["--output_dir", tmp_path / "whole", "--level", 1, "--hierarchy", "1x8", "2x6"]
+    assert "belongs to another hierarchy" in run_script("nested.py", *flags, *other, code=2).stderr
+    assert main(["publish", str(tmp_path / "whole"), "--repo_id", "user/nested", "--dry_run"]) == 0
 
 
 CLEAN_PROCESS = """

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from PIL import Image
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from ..data.keyed_random import sample_seed
 from ..data.latents import load_vae
@@ -76,7 +77,8 @@ def sample(
     known = inspect.signature(pipeline.__call__).parameters
     # Passed even if it is 1: some pipelines of diffusers have a larger default.
     guidance = {"guidance_scale": guidance_scale} if guidance_scale != 1.0 or "guidance_scale" in known else {}
-    for name in (*guidance, "batch_size" if labels is None else "class_labels"):
+    count = "num_images" if "num_images" in known else "batch_size"  # of samples without a class
+    for name in (*guidance, count if labels is None else "class_labels"):
         if name not in known:
             raise UserError(f"{type(pipeline).__name__} takes no `{name}`; it takes {', '.join(known)}.")
     settings = {
@@ -104,7 +106,7 @@ def sample(
     mine = batches[accelerator.process_index :: accelerator.num_processes]
     missing = [indices for indices in mine if not has_valid_shard(shard_path(output, indices))]
     for indices in tqdm(missing, unit="batch", disable=not accelerator.is_main_process):
-        chosen = {"batch_size": len(indices)}
+        chosen: dict[str, Any] = {count: len(indices)}
         if labels is not None:
             chosen = {"class_labels": [labels[index % len(labels)] for index in indices]}
         images = pipeline(
@@ -203,7 +205,8 @@ def load_component(model: str, name: str, entry: list, revision: str | None):
     if entry[1] is None:
         return None
     component_class: Any = package_class(entry[1]) or getattr(diffusers, entry[1], None)
-    if not (inspect.isclass(component_class) and issubclass(component_class, (ModelMixin, SchedulerMixin))):
+    known = (ModelMixin, SchedulerMixin, PreTrainedModel)
+    if not (inspect.isclass(component_class) and issubclass(component_class, known)):
         raise UserError(
             f"`{name}` in 'model_index.json' names {entry[1]!r}, which is no network or scheduler of this package or of "
             "diffusers."

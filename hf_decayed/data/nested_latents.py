@@ -1,0 +1,196 @@
+"""Latents of all levels of a nested diffusion model, encoded once into shards, and the batches that train one level."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from torch.utils.data import Dataset
+
+from ..errors import DataError
+from ..models.modeling_hierarchical_latents import HierarchicalLatentEncoder
+from .datasets import DiffusionImages, EvaluationDataset
+from .keyed_random import sample_generator
+from .latents import Latents
+from .shards import read_shards, split_batches, write_shards
+from .sources import ImageSplits, take_subset
+from .transforms import CenterCropProcessor
+
+
+CONDITION_STREAM = 4  # of the noise on the latents above; 0 to 3 are those of images, masks, diffusion and VAE
+
+
+def hierarchy_images(splits: ImageSplits, image_size: int, num_channels: int) -> EvaluationDataset:
+    """Training images as the latent encoder takes them: center crops in [0, 1]."""
+    processor = CenterCropProcessor(image_size, image_size)
+    return EvaluationDataset(splits.train, splits.image_column, splits.label_column, processor, num_channels)
+
+
+def fit_batches(splits: ImageSplits, image_size: int, num_channels: int, number: int | None) -> Iterator[torch.Tensor]:
+    """Batches of up to `number` training images, for the SVD."""
+    images = hierarchy_images(splits.take(number), image_size, num_channels)
+    for indices in split_batches(len(images), 64):
+        yield images.__getitems__(indices)["pixel_values"]
+
+
+def cache_nested_latents(
+    encoder: HierarchicalLatentEncoder,
+    splits: ImageSplits,
+    folder: str | Path,
+    accelerator: Accelerator,
+    mirrored: bool = True,
+    batch_size: int = 64,
+    shard_size: int = 8192,
+    num_workers: int = 0,
+) -> list[Path]:
+    """Encodes every training image, and its mirror image if `mirrored`, into shards under `folder`; returns the files.
+
+    All processes call it. A cache of the same encoder, images and preparation is used again.
+    """
+    if splits.views is not None:
+        raise DataError(f"'{splits.name}' draws new views in every epoch, which latents cannot: use another data set.")
+    images = hierarchy_images(splits, encoder.config.image_size, encoder.config.num_channels)
+
+    def encode(pixel_values, indices):
+        versions = {"": pixel_values, "_mirrored": pixel_values.flip(-1)} if mirrored else {"": pixel_values}
+        with torch.autocast(pixel_values.device.type, enabled=False):  # the cache is used for many runs
+            latents = {
+                f"level_{level}{suffix}": tensor.contiguous()
+                for suffix, version in versions.items()
+                for level, tensor in encoder.encode(version).items()
+            }
+        if not all(torch.isfinite(tensor).all() for tensor in latents.values()):
+            raise DataError(
+                f"The encoder gives latents that are not finite, among images {indices[0]} to {indices[-1]}."
+            )
+        return latents
+
+    identity = {
+        "kind": "nested latents",
+        "latent_encoder": encoder.config.fingerprint,
+        "data": splits.train._fingerprint,
+        "columns": [splits.image_column, splits.label_column],
+        "processor": json.loads(images.processor.to_json_string()),
+        "mirrored": mirrored,
+    }
+    settings = {"description": "encoding latents", "precision": str(encoder.dtype)}
+    return write_shards(encode, images, folder, identity, accelerator, batch_size, shard_size, num_workers, **settings)
+
+
+class LatentTable:
+    """Latents of all levels by image, from shards: in memory up to a limit, beyond it read from disk on demand."""
+
+    def __init__(self, shards: list[Path], memory_limit: int = 2 * 2**30):
+        self.shards, self.files = shards, {}
+        labels = []
+        for shard in shards:
+            with safe_open(shard, "pt") as file:
+                labels.append(file.get_tensor("labels"))
+        self.starts = np.cumsum([0, *map(len, labels)])
+        self.labels = None if torch.cat(labels).min() < 0 else torch.cat(labels)
+        fits = sum(shard.stat().st_size for shard in shards) <= memory_limit
+        self.memory = read_shards(shards) if fits else None
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def rows(self, level: int, indices: list[int], flips: list[bool] | None = None) -> torch.Tensor:
+        """Latents `(number, channels, size, size)` of images, or of their mirror images where `flips` says so."""
+        flips = [False] * len(indices) if flips is None else flips
+        names = [f"level_{level}_mirrored" if flipped else f"level_{level}" for flipped in flips]
+        if self.memory is not None:
+            return torch.stack([self.memory[name][index] for name, index in zip(names, indices)])
+        rows = []
+        for name, index in zip(names, indices):
+            number = int(np.searchsorted(self.starts, index, side="right")) - 1
+            if number not in self.files:  # each worker opens its own
+                self.files[number] = safe_open(self.shards[number], "pt").__enter__()
+            rows.append(self.files[number].get_slice(name)[index - int(self.starts[number])])
+        return torch.stack(rows)
+
+
+class NestedLatents(Dataset):
+    """What trains one level, by `(epoch, index)`.
+
+    Batches hold `sample` (clean latents of the level), `noise` and `uniform` of the diffusion step, `labels` if there are
+    any, and, the highest level first, the clean `conditions` and their `condition_noise`.
+
+    Args:
+        images (`DiffusionImages` or `Latents`, *optional*): What level 1 samples, pixels or VAE latents; for level 1 alone.
+    """
+
+    bad_images = 0
+
+    def __init__(
+        self,
+        table: LatentTable,
+        level: int,
+        num_levels: int,
+        seed: int,
+        flip: bool,
+        images: DiffusionImages | Latents | None = None,
+    ):
+        if images is not None and len(images) != len(table):
+            raise DataError(
+                f"There are {len(images)} images, and latents of {len(table)}: remove the cache of latents."
+            )
+        self.table, self.level, self.num_levels = table, level, num_levels
+        self.seed, self.flip, self.images = seed, flip, images
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def uses_workers(self) -> bool:
+        return self.table.memory is None or (self.images is not None and self.images.uses_workers)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        indices = [index for _, index in keys]
+        # The draw that mirrors the images of level 1, too.
+        flips = [self.flip and bool(sample_generator(self.seed, *key).random(23)[22] < 0.5) for key in keys]
+        batch = self.own_latents(keys, indices, flips)
+        batch["conditions"] = [self.table.rows(level, indices, flips) for level in self.upper_levels]
+        generators = [sample_generator(self.seed, *key, stream=CONDITION_STREAM) for key in keys]
+        batch["condition_noise"] = [draw_noise(generators, clean.shape[1:]) for clean in batch["conditions"]]
+        return batch
+
+    @property
+    def upper_levels(self) -> range:
+        return range(self.num_levels, self.level, -1)
+
+    def own_latents(self, keys: list[tuple[int, int]], indices: list[int], flips: list[bool]) -> dict:
+        if self.images is not None:
+            batch = self.images.__getitems__(keys)
+            return {"sample": batch.pop("pixel_values"), **batch}
+        sample = self.table.rows(self.level, indices, flips)
+        generators = [sample_generator(self.seed, *key, stream=2) for key in keys]
+        uniform = np.stack([generator.random(2, dtype=np.float32) for generator in generators])
+        batch = {"sample": sample, "uniform": torch.from_numpy(uniform)}
+        batch["noise"] = draw_noise(generators, sample.shape[1:])
+        return batch if self.table.labels is None else {**batch, "labels": self.table.labels[indices]}
+
+
+def draw_noise(generators: list[np.random.Generator], shape: torch.Size) -> torch.Tensor:
+    """Standard normal noise `(number, *shape)`, one generator per sample."""
+    return torch.from_numpy(
+        np.stack([generator.standard_normal(tuple(shape), dtype=np.float32) for generator in generators])
+    )
+
+
+def held_out_latents(
+    encoder: HierarchicalLatentEncoder, splits: ImageSplits, number: int
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Up to `number` held-out images in [0, 1], and their latents by level."""
+    config = encoder.config
+    processor = CenterCropProcessor(config.image_size, config.image_size)
+    rows = take_subset(splits.held_out, number)
+    images = EvaluationDataset(rows, splits.image_column, None, processor, config.num_channels)
+    pixels, latents = [], []
+    for indices in split_batches(len(images), 64):
+        pixels.append(images.__getitems__(indices)["pixel_values"])
+        encoded = encoder.encode(pixels[-1].to(encoder.device))
+        latents.append({level: tensor.float().cpu() for level, tensor in encoded.items()})
+    return torch.cat(pixels), {level: torch.cat([part[level] for part in latents]) for level in latents[0]}

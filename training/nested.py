@@ -1,0 +1,204 @@
+"""Trains a nested diffusion model, one level after the other or one at a time, and samples from the chain.
+
+    accelerate launch training/nested.py
+    accelerate launch training/nested.py --level 2
+    accelerate launch training/nested.py --resume_from_checkpoint latest
+
+Without arguments: the recipe `tiny`, two levels on the bundled Fashion-MNIST images, on a CPU in about six minutes. It leaves
+a pipeline and a picture, whose rows share their top latent and differ below. Levels are trained independently: with
+`--level`, on as many machines as there are levels, in one `--output_dir`; the last to finish puts the chain together. A recipe
+is a file in `training/recipes/nested`; every flag overrides it.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
+from torch.nn import functional as F
+
+from hf_decayed.command_line import fraction, non_negative_float, positive_int
+from hf_decayed.models.unet_nested_uvit import SIZES, NestedUViT2DModel
+from hf_decayed.pipelines.pipeline_nested_diffusion import NestedDiffusionPipeline
+from hf_decayed.run import Run, adamw, linear_warmup, script_main
+from hf_decayed.run import arguments as flags
+from hf_decayed.run.diffusion import load_diffusion_data
+from hf_decayed.run.nested import finish_chain, finish_level, level_options, load_finished_levels, load_nested_data
+
+
+# A thousand noise levels: for pixels those of DDPM, for latents those of Stable Diffusion, as in U-ViT.
+PIXEL_BETAS = {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
+LATENT_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+# Fields of the networks that follow from other flags.
+DERIVED_FIELDS = ("condition_levels", "condition_sigmas", "level", "latent_fingerprint")
+
+
+def latent_shape(text: str) -> tuple[int, int, int]:
+    """`4x64/2` is a latent of 4 x 4 vectors with 64 channels, in patches of 2 x 2; `1x256` has patches of 1."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:/([1-9]\d*))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be GRIDxCHANNELS or GRIDxCHANNELS/PATCH, such as 1x256, got {text!r}")
+    return int(match[1]), int(match[2]), int(match[3] or 1)
+
+
+def parse_arguments(arguments=None):
+    parser = flags.ScriptParser(__file__, __doc__)
+    model, training = flags.add_diffusion_arguments(parser, SIZES, "DPM-Solver++", batch_size=512, ema_decay=0.9999)
+    parser.add_argument("--level", type=positive_int, help="train this one; by default all, the highest first")
+    model.add_argument("--encoder", help="folder or repository of the frozen encoder, with its image processor")
+    model.add_argument(
+        "--hierarchy",
+        type=latent_shape,
+        nargs="+",
+        default=[(1, 256, 1), (2, 128, 1), (4, 64, 2), (8, 32, 2)],
+        metavar="GRIDxCHANNELS[/PATCH]",
+        help="latents above level 1, the highest first",
+    )
+    model.add_argument(
+        "--min_crop_size", type=positive_int, default=64, help="below, the encoder's feature map is used"
+    )
+    model.add_argument(
+        "--svd_images", type=positive_int, default=50_000, help="that the SVD of the latents is fitted on"
+    )
+    training.add_argument(
+        "--sigmas",
+        type=non_negative_float,
+        nargs="+",
+        default=[0.5],
+        help="noise on the latents above, while training: one for all levels, or one for each of --hierarchy",
+    )
+    training.add_argument("--condition_dropout", type=fraction, default=0.1, help="of the latents above, for guidance")
+    training.add_argument(
+        "--prediction_type", choices=["epsilon", "v_prediction"], default="epsilon", help="the noise, or the velocity"
+    )
+    parser.set_defaults(
+        max_train_steps=500_000,
+        learning_rate=2e-4,
+        warmup_steps=5000,
+        weight_decay=0.03,
+        adam_beta1=0.99,
+        adam_beta2=0.99,
+    )
+    options, run_options = flags.parse_diffusion_arguments(parser, NestedUViT2DModel, SIZES, arguments)
+    for name in DERIVED_FIELDS:
+        if name in options.fields:
+            parser.error(f"--set {name}: it follows from --hierarchy, --sigmas, --level and --encoder")
+    options.num_levels = len(options.hierarchy) + 1
+    options.sigmas = options.sigmas * len(options.hierarchy) if len(options.sigmas) == 1 else options.sigmas
+    if len(options.sigmas) != len(options.hierarchy):
+        parser.error(f"--sigmas must be one number or {len(options.hierarchy)}, got {len(options.sigmas)}")
+    if options.level is not None and options.level > options.num_levels:
+        parser.error(f"--level must be at most {options.num_levels}, the levels of --hierarchy and the first")
+    if options.encoder is None:
+        parser.error("--encoder must name the encoder whose latents the levels above the first are")
+    if options.on_bad_image == "skip":
+        parser.error("--on_bad_image skip: the images of level 1 and the latents above must stay in step")
+    return options, run_options
+
+
+def latent_arguments(options) -> dict:
+    """Keyword arguments for `load_nested_data`."""
+    path = Path(__file__).parents[1] / options.encoder  # so that recipes can name the encoders in `model_cards`
+    return {
+        "encoder": str(path) if not Path(options.encoder).exists() and path.exists() else options.encoder,
+        "hierarchy": options.hierarchy,
+        "patch_size": options.fields.get("patch_size", 2),
+        "min_crop_size": options.min_crop_size,
+        "svd_images": options.svd_images,
+        "cache_dir": options.latents_dir,
+    }
+
+
+def network_fields(options, data, level: int) -> dict:
+    """Config fields of the network of one level, besides those of its latents."""
+    fields = {name: value for name, value in options.fields.items() if name not in ("patch_size", "in_channels")}
+    return {
+        **fields,
+        "num_classes": len(data.images_and_classes.class_names),
+        "condition_sigmas": options.sigmas[: data.num_levels - level],
+        "latent_fingerprint": data.latent_encoder.config.fingerprint,
+    }
+
+
+def train_level(options, run_options, level: int, is_last: bool) -> None:
+    run = Run(level_options(run_options, level), kind="nested")
+    run.print(f"level {level} of {options.num_levels}")
+
+    # Data.
+    images_and_classes = load_diffusion_data(run, **flags.diffusion_data_arguments(options))
+    data = load_nested_data(run, images_and_classes, **latent_arguments(options))
+
+    # Model; before images are encoded, which may take hours, so that a wrong field costs nothing.
+    model = NestedUViT2DModel.for_level(data.levels, level, options.size, **network_fields(options, data, level))
+    above = load_finished_levels(options.output_dir, range(level + 1, data.num_levels + 1))
+    data.encode(run, options.latents_dir, options.horizontal_flip, int(options.memory_limit_gb * 2**30))
+    images = data.images(run, level, **flags.diffusion_image_arguments(options))
+    run.plan(images, options.max_train_steps)
+    average, evaluated = run.average(model)
+    # The noise levels of training and sampling.
+    betas = PIXEL_BETAS if images_and_classes.vae is None else LATENT_BETAS
+    noise_schedule = DDPMScheduler(**betas, prediction_type=options.prediction_type)
+
+    def make_pipeline(networks, latent_encoder=None):
+        return NestedDiffusionPipeline(
+            DPMSolverMultistepScheduler(**betas, prediction_type=options.prediction_type),
+            **{f"level_{number}": network.to(run.device) for number, network in networks.items()},
+            vae=images_and_classes.vae if 1 in networks else None,
+            latent_encoder=latent_encoder,
+            id2label=images_and_classes.id2label(),
+            prediction_type=options.prediction_type,
+        )
+
+    make_pipeline({level: evaluated, **above})  # levels that do not fit each other are refused before training
+
+    # Optimizer.
+    optimizer = adamw(model, options.learning_rate, (options.adam_beta1, options.adam_beta2), options.weight_decay)
+
+    # Prepare.
+    model, optimizer = run.prepare(model=model, optimizer=optimizer)
+
+    # Resume.
+    run.resume(**data.signature())
+    monitor = data.monitor(run, level, above, **flags.sampling_arguments(options))
+
+    # Loop.
+    for batch in run.batches(images):
+        run.set_learning_rate(optimizer, options.learning_rate * linear_warmup(run.step + 1, options.warmup_steps))
+        # DDPM: noise at a random level, which belongs to the sample as its noise does.
+        timesteps = (batch["uniform"][:, 0] * noise_schedule.config.num_train_timesteps).long()
+        noisy = noise_schedule.add_noise(batch["sample"], batch["noise"], timesteps)
+        target = batch["noise"]
+        if options.prediction_type == "v_prediction":
+            target = noise_schedule.get_velocity(batch["sample"], batch["noise"], timesteps)
+        # The latents above, with noise. One draw drops them and the class, so that the prediction without both, which
+        # guidance starts from, is trained.
+        conditions = [
+            clean + sigma * noise
+            for clean, noise, sigma in zip(batch["conditions"], batch["condition_noise"], options.sigmas)
+        ]
+        dropped = batch["uniform"][:, 1] < options.condition_dropout
+        classes = images_and_classes.conditions(batch, options.class_dropout)
+        with run.accumulate(model):
+            predicted = model(noisy, timesteps, **classes, conditions=conditions, drop_conditions=dropped).sample
+            run.backward(F.mse_loss(predicted.float(), target))
+        run.update(optimizer, model, average)
+        if run.due(options.eval_every):
+            run.evaluate(monitor, make_pipeline({level: evaluated, **above}), "samples")
+
+    # End.
+    finish_level(run, evaluated, monitor, make_pipeline({level: evaluated, **above}), data, level)
+    networks = load_finished_levels(options.output_dir, range(1, data.num_levels + 1))
+    if is_last and len(networks) == data.num_levels:
+        monitor = data.monitor(run, 1, networks, **flags.sampling_arguments(options))
+        finish_chain(run, options.output_dir, make_pipeline(networks, data.latent_encoder), monitor, data)
+
+
+def main():
+    options, run_options = parse_arguments()
+    chosen = [options.level] if options.level else list(range(options.num_levels, 0, -1))
+    for level in chosen:
+        train_level(options, run_options, level, is_last=level == chosen[-1])
+
+
+if __name__ == "__main__":
+    script_main(main)
