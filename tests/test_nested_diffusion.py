@@ -30,11 +30,18 @@ from hf_decayed import (
     NestedUViT2DModel,
 )
 from hf_decayed.cli import main
-from hf_decayed.data.keyed_random import sample_generator
+from hf_decayed.data.keyed_random import sample_generator, sample_seed
 from hf_decayed.data.latents import pixel_images
-from hf_decayed.data.nested_latents import LatentTable, NestedLatents, cache_nested_latents, fit_batches
+from hf_decayed.data.nested_latents import LatentTable, NestedLatents, cache_nested_latents, image_batches
 from hf_decayed.data.sources import ImageSplits, load_splits
 from hf_decayed.errors import DataError
+from hf_decayed.evaluation.nested import (
+    chain_macs,
+    equal_mac_depth,
+    group_neighbours,
+    oracle_reconstruction,
+    sample_groups,
+)
 from hf_decayed.models.unet_nested_uvit import dissertation_levels
 
 
@@ -592,7 +599,7 @@ def nested_data(tmp_path, number=40):
     encoder = ViTModel(ViTConfig(hidden_size=16, num_channels=1, **sizes), add_pooling_layer=False).eval()
     fields = {"image_mean": [0.5], "image_std": [0.25], "min_crop_size": 14}
     model = HierarchicalLatentEncoder.from_encoder(encoder, [(1, 8), (2, 4)], 28, **fields)
-    model.fit(fit_batches(splits, 28, 1, None))
+    model.fit(image_batches(splits, 28, 1, None))
     shards = cache_nested_latents(model, splits, tmp_path, Accelerator(cpu=True), batch_size=8, shard_size=16)
     return splits, model, shards
 
@@ -701,6 +708,99 @@ def test_a_killed_chain_resumes_to_the_last_bit(tmp_path):
     other = ["--output_dir", tmp_path / "whole", "--level", 1, "--hierarchy", "1x8", "2x6"]
     assert "belongs to another hierarchy" in run_script("nested.py", *flags, *other, code=2).stderr
     assert main(["publish", str(tmp_path / "whole"), "--repo_id", "user/nested", "--dry_run"]) == 0
+
+
+# Evaluation.
+
+
+def test_oracle_reconstruction():
+    encoder = latent_encoder()
+    pipeline, images = chain(encoder=encoder), scenes(5, seed=2)
+    settings = {"num_inference_steps": 2, "seed": 3}
+    measured = oracle_reconstruction(pipeline, images, **settings)
+    generators = [seeded(sample_seed(3, index)) for index in range(5)]
+    samples = pipeline.vary(images, num_images=1, generator=generators, num_inference_steps=2, output_type="pt").images
+    assert measured["oracle_rmse"] == pytest.approx(float((samples - images).square().mean().sqrt()), rel=1e-5)
+    other = (samples - images[[4, 0, 1, 2, 3]]).square().mean().sqrt()
+    assert measured["other_rmse"] == pytest.approx(float(other), rel=1e-5)
+    in_parts = oracle_reconstruction(pipeline, images, **settings, batch_size=2)
+    assert in_parts == pytest.approx(measured, rel=1e-4)
+    with pytest.raises(ValueError, match="pass at least two, got 1"):
+        oracle_reconstruction(pipeline, images[:1])
+
+
+def test_groups_of_one_top_latent():
+    pipeline = chain(num_classes=3)
+    images, groups = sample_groups(pipeline, 2, 3, num_classes=3, num_inference_steps=2)
+    assert images.shape == (6, 1, 16, 16) and groups.tolist() == [0, 0, 0, 1, 1, 1]
+    in_parts, _ = sample_groups(pipeline, 2, 3, num_classes=3, batch_size=2, num_inference_steps=2)
+    torch.testing.assert_close(in_parts, images, rtol=1e-3, atol=1e-3)
+
+
+def test_neighbours_of_groups():
+    groups = torch.arange(5).repeat_interleave(4)
+    centres = 10 * torch.eye(5)
+    apart = group_neighbours(centres[groups] + 0.1 * torch.randn(20, 5), groups, k=3)
+    assert apart["same_latent_knn"] == 1 and apart["within_distance"] < 1 < 13 < apart["between_distance"]
+    unrelated = group_neighbours(torch.randn(400, 5), torch.arange(100).repeat_interleave(4))
+    assert unrelated["same_latent_knn"] < 0.05 and unrelated["same_latent_chance"] == pytest.approx(3 / 399)
+    assert unrelated["within_distance"] == pytest.approx(unrelated["between_distance"], rel=0.1)
+    for features, numbers, sentence in (
+        (torch.randn(4, 2), torch.zeros(4), "Neighbours need two groups"),
+        (torch.randn(4, 2), torch.arange(4), "Neighbours need two groups"),
+        (torch.randn(4, 2), torch.arange(3), "There must be a group for each of 4 features, got 3"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            group_neighbours(features, numbers)
+
+
+def test_the_single_network_of_the_same_cost():
+    pipeline = chain()
+    assert chain_macs(pipeline) == sum(network.count_macs() for network in pipeline.networks.values())
+    depth, macs = equal_mac_depth(pipeline)
+    single = {layers: NestedUViT2DModel(**{**SIZES, "sample_size": 16, "in_channels": 1, "patch_size": 4,
+              "num_layers": layers}).count_macs() for layers in (2, 4, 6)}  # fmt: skip
+    assert single[depth] == macs and abs(macs - chain_macs(pipeline)) == min(
+        abs(cost - chain_macs(pipeline)) for cost in single.values()
+    )
+    # The dissertation's five levels cost less than its single network of depth 16.
+    with torch.device("meta"):
+        five = {level: NestedUViT2DModel.for_level(dissertation_levels(5), level) for level in range(1, 6)}
+    large = NestedDiffusionPipeline(DDPMScheduler(), **{f"level_{level}": network for level, network in five.items()})
+    assert equal_mac_depth(large)[0] == 16
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_condition_noise_stops_leakage():
+    """The dissertation's most robust claim: with noise on the condition, the true latents give away less of the image."""
+    encoder, levels = latent_encoder([(1, 16)]), [(16, 1, 4), (1, 16, 1)]
+    images, held_out = scenes(2000), scenes(64, seed=5)
+    latents, noise_schedule = encoder.encode(images)[2], DDPMScheduler(prediction_type="v_prediction")
+    errors = []
+    for sigma in (0.0, 0.5, 1.0):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "num_layers": 4, "num_attention_heads": 4, "shortcut_decay": 0.9}
+        network = NestedUViT2DModel.for_level(levels, 1, "S", condition_sigmas=[sigma], final_conv=False, **sizes)
+        optimizer = torch.optim.AdamW(network.parameters(), 2e-3)
+        for _ in range(700):
+            rows = torch.randint(len(images), (64,))
+            clean, noise, times = 2 * images[rows] - 1, torch.randn(64, 1, 16, 16), torch.randint(1000, (64,))
+            condition = latents[rows] + sigma * torch.randn(64, 16, 1, 1)
+            noisy = noise_schedule.add_noise(clean, noise, times)
+            target = noise_schedule.get_velocity(clean, noise, times)
+            loss = (network(noisy, times, conditions=[condition]).sample - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler = DPMSolverMultistepScheduler(prediction_type="v_prediction")
+        pipeline = NestedDiffusionPipeline(
+            scheduler, level_1=network.eval(), latent_encoder=encoder, prediction_type="v_prediction"
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        errors.append(oracle_reconstruction(pipeline, held_out, num_inference_steps=20))
+    own, other = ([error[name] for error in errors] for name in ("oracle_rmse", "other_rmse"))
+    assert own[0] < own[1] < own[2] < min(other), errors
 
 
 CLEAN_PROCESS = """

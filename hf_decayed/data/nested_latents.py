@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,22 +17,30 @@ from .datasets import DiffusionImages, EvaluationDataset
 from .keyed_random import sample_generator
 from .latents import Latents
 from .shards import read_shards, split_batches, write_shards
-from .sources import ImageSplits, take_subset
+from .sources import ImageSplits
 from .transforms import CenterCropProcessor
 
 
 CONDITION_STREAM = 4  # of the noise on the latents above; 0 to 3 are those of images, masks, diffusion and VAE
 
 
-def hierarchy_images(splits: ImageSplits, image_size: int, num_channels: int) -> EvaluationDataset:
-    """Training images as the latent encoder takes them: center crops in [0, 1]."""
+def hierarchy_images(
+    splits: ImageSplits, image_size: int, num_channels: int, split: Literal["train", "held_out"] = "train"
+) -> EvaluationDataset:
+    """Images as the latent encoder takes them: center crops in [0, 1]."""
     processor = CenterCropProcessor(image_size, image_size)
-    return EvaluationDataset(splits.train, splits.image_column, splits.label_column, processor, num_channels)
+    return EvaluationDataset(getattr(splits, split), splits.image_column, splits.label_column, processor, num_channels)
 
 
-def fit_batches(splits: ImageSplits, image_size: int, num_channels: int, number: int | None) -> Iterator[torch.Tensor]:
-    """Batches of up to `number` training images, for the SVD."""
-    images = hierarchy_images(splits.take(number), image_size, num_channels)
+def image_batches(
+    splits: ImageSplits,
+    image_size: int,
+    num_channels: int,
+    number: int | None = None,
+    split: Literal["train", "held_out"] = "train",
+) -> Iterator[torch.Tensor]:
+    """Batches `(batch, channels, height, width)` of up to `number` images in [0, 1], always the same ones."""
+    images = hierarchy_images(splits.take(number, number), image_size, num_channels, split)
     for indices in split_batches(len(images), 64):
         yield images.__getitems__(indices)["pixel_values"]
 
@@ -180,17 +189,11 @@ def draw_noise(generators: list[np.random.Generator], shape: torch.Size) -> torc
     )
 
 
-def held_out_latents(
-    encoder: HierarchicalLatentEncoder, splits: ImageSplits, number: int
-) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Up to `number` held-out images in [0, 1], and their latents by level."""
+def held_out_latents(encoder: HierarchicalLatentEncoder, splits: ImageSplits, number: int) -> dict[int, torch.Tensor]:
+    """Latents by level of up to `number` held-out images."""
     config = encoder.config
-    processor = CenterCropProcessor(config.image_size, config.image_size)
-    rows = take_subset(splits.held_out, number)
-    images = EvaluationDataset(rows, splits.image_column, None, processor, config.num_channels)
-    pixels, latents = [], []
-    for indices in split_batches(len(images), 64):
-        pixels.append(images.__getitems__(indices)["pixel_values"])
-        encoded = encoder.encode(pixels[-1].to(encoder.device))
-        latents.append({level: tensor.float().cpu() for level, tensor in encoded.items()})
-    return torch.cat(pixels), {level: torch.cat([part[level] for part in latents]) for level in latents[0]}
+    parts = [
+        {level: tensor.float().cpu() for level, tensor in encoder.encode(pixel_values.to(encoder.device)).items()}
+        for pixel_values in image_batches(splits, config.image_size, config.num_channels, number, "held_out")
+    ]
+    return {level: torch.cat([part[level] for part in parts]) for level in parts[0]}

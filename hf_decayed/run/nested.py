@@ -3,20 +3,23 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoImageProcessor, AutoModel
 
 from ..data.keyed_random import sample_seed
-from ..data.nested_latents import LatentTable, NestedLatents, cache_nested_latents, fit_batches, held_out_latents
+from ..data.nested_latents import LatentTable, NestedLatents, cache_nested_latents, held_out_latents, image_batches
 from ..errors import UserError, explain_loading_errors
 from ..evaluation import frechet_distance
 from ..evaluation.generation import pixel_features
+from ..evaluation.nested import sample_groups
 from ..hub.cards import write_card
 from ..kinds import read_json
 from ..models.modeling_hierarchical_latents import HierarchicalLatentEncoder
@@ -25,9 +28,12 @@ from ..plots import save_grid
 from ..provenance import model_fingerprint
 from .arguments import RunOptions
 from .diffusion import DiffusionData
-from .monitors import SampleMonitor
+from .monitors import SampleMonitor, evaluation_mode
 from .records import replace_text
 from .run import Run
+
+
+PICTURE_ROWS = 6  # and columns; the images of a row share their top latent
 
 
 def level_folder(output_dir: Path, level: int) -> Path:
@@ -115,14 +121,14 @@ class NestedData:
         assert self.table is not None
         data, number = self.images_and_classes, max(num_eval_samples, 1)
         if level == 1:
-            reference = torch.cat(list(fit_batches(data.splits, data.image_size, data.image_channels, number)))
+            reference = torch.cat(list(image_batches(data.splits, data.image_size, data.image_channels, number)))
         else:
             order = np.random.default_rng(0).permutation(len(self.table))  # rows may be sorted by class
             reference = self.table.rows(level, order[:number].tolist())
         missing = [upper for upper in range(level + 1, self.num_levels + 1) if upper not in trained]
         fixed = {}
         if missing:
-            _, latents = held_out_latents(self.latent_encoder, data.splits, max(number, num_images))
+            latents = held_out_latents(self.latent_encoder, data.splits, max(number, num_images))
             fixed = {upper: latents[upper] for upper in range(min(missing), self.num_levels + 1)}
         classes = len(data.class_names)
         return ChainMonitor(run, level, reference, fixed, classes, num_images, num_inference_steps, guidance_scale)
@@ -188,7 +194,7 @@ def load_nested_data(
     folder = Path(cache_dir) / f"encoder-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     with run.accelerator.main_process_first():
         if not (folder / "config.json").exists():
-            batches = fit_batches(data.splits, data.image_size, data.image_channels, svd_images)
+            batches = image_batches(data.splits, data.image_size, data.image_channels, svd_images)
             model.to(run.device).fit(run.progress(batches, desc="fitting the SVD"))
             save_whole(model, folder)
     # Always from the file, so that the first run and a resumed one have the same bits.
@@ -244,7 +250,8 @@ class ChainMonitor(SampleMonitor):
 
     def evaluate(self, pipeline) -> dict[str, float]:
         """The distance between samples and as many training images or latents."""
-        samples = self.draw(pipeline)
+        with evaluation_mode(pipeline.unet):
+            samples = self.draw(pipeline)
         self.samples = samples if torch.isfinite(samples).all() else None
         if self.samples is None or self.reference is None:
             return {}
@@ -257,15 +264,20 @@ class ChainMonitor(SampleMonitor):
             level: latents[[index % len(latents) for index in indices]]
             for level, latents in self.fixed_latents.items()
         }
-        with self.accelerator.autocast():
-            samples = pipeline(
-                **({} if labels else {"num_images": len(indices)}),
-                **labels,
-                fixed_latents=fixed,
-                generator=generators,
-                output_type="pt" if self.level == 1 else "latent",
-                **self.settings,
-            ).images
+        try:
+            with self.accelerator.autocast():
+                samples = pipeline(
+                    **({} if labels else {"num_images": len(indices)}),
+                    **labels,
+                    fixed_latents=fixed,
+                    generator=generators,
+                    output_type="pt" if self.level == 1 else "latent",
+                    **self.settings,
+                ).images
+        except ValueError as error:
+            if "NaN or infinity" not in str(error):
+                raise
+            return torch.full((len(indices), *self.image_shape), math.nan)  # other processes wait for this share
         return samples.float().cpu()
 
     def picture(self, path: Path) -> None:
@@ -292,11 +304,12 @@ def finish_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: 
     if run.is_main_process:
         pipeline.save_pretrained(folder)
     measured = monitor.evaluate(pipeline)
-    pictures = draw_rows(pipeline, len(data.images_and_classes.class_names), monitor.settings)
+    settings: dict[str, Any] = monitor.settings
+    rows, _ = sample_groups(pipeline, PICTURE_ROWS, PICTURE_ROWS, monitor.num_classes, **settings)
     if run.is_main_process:
-        save_grid(folder / "samples.png", pictures.permute(0, 2, 3, 1).numpy())
+        save_grid(folder / "samples.png", rows.permute(0, 2, 3, 1).numpy())
         networks = {f"macs_level_{number}": network.count_macs() for number, network in pipeline.networks.items()}
-        sampling = {"steps": monitor.settings["num_inference_steps"]}
+        sampling = {"steps": settings["num_inference_steps"]}
         results = run.results({**measured, **networks, **data.describe(), "sampling": sampling})
         results.pop("loss")  # of the level that was trained last
         runs = {level: read_json(level_folder(folder, level) / "results.json") for level in pipeline.networks}
@@ -307,20 +320,3 @@ def finish_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: 
         write_card(folder)
         print(f"pipeline of {pipeline.num_levels} levels, samples.png, results.json: {folder}")
     run.accelerator.wait_for_everyone()
-
-
-def draw_rows(pipeline, num_classes: int, settings: dict, rows: int = 6) -> torch.Tensor:
-    """`rows * rows` images in [0, 1]: those of a row share their top latent, and differ below it."""
-    labels = [index % num_classes for index in range(rows)] if num_classes else None
-    generators = [torch.Generator().manual_seed(sample_seed(1, index)) for index in range(rows * (rows + 1))]
-    first = {"num_images": rows} if labels is None else {"class_labels": labels}
-    tops = pipeline(**first, generator=generators[:rows], output_type="latent", **settings).latents[
-        pipeline.num_levels
-    ]
-    fixed = {pipeline.num_levels: tops.repeat_interleave(rows, dim=0)}
-    every = {} if labels is None else {"class_labels": [label for label in labels for _ in range(rows)]}
-    return (
-        pipeline(**every, fixed_latents=fixed, generator=generators[rows:], output_type="pt", **settings)
-        .images.float()
-        .cpu()
-    )
