@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     for add_command in (add_convert, add_evaluate, add_report, add_sample, add_segment, add_card, add_publish):
         add_command(commands)
     options = parser.parse_args(arguments)
+    options.command_words = arguments
     if options.command is None:
         parser.print_help()
         return 0
@@ -320,7 +321,7 @@ def run_publish(options) -> str:
 
 def command_arguments(options) -> dict:
     """The flags of a command, as its function takes them."""
-    return {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    return {name: value for name, value in vars(options).items() if name not in ("command", "command_words", "run")}
 
 
 if __name__ == "__main__":

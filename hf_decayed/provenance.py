@@ -51,6 +51,11 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     unrelated = ("transformers_version", "custom_pipelines")
     meaning = {name: value for name, value in config.items() if not name.startswith("_") and name not in unrelated}
     digest.update(json.dumps(meaning, sort_keys=True, default=str).encode())
+    # Neither weights nor config tell of `decay_shortcuts`, whose blocks hold its settings.
+    settings = [
+        str(vars(module)["decay_settings"]) for module in model.modules() if vars(module).get("decay_settings")
+    ]
+    digest.update("".join(settings).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -31,9 +31,10 @@ from hf_decayed import (
 )
 from hf_decayed.cli import main
 from hf_decayed.data.sources import load_image_splits
+from hf_decayed.evaluation.branch_norms import find_shortcuts, norm_encoder
 from hf_decayed.evaluation.encoders import FeatureMetrics
 from hf_decayed.evaluation.features import Extraction, transformer_encoder
-from hf_decayed.evaluation.report import DepthMetrics, find_shortcuts, norm_encoder, report_encoder
+from hf_decayed.evaluation.report import DepthMetrics, report_encoder
 
 
 CARDS = ROOT / "model_cards"
@@ -198,10 +199,10 @@ def test_our_model_and_a_decayed_stock_model_have_the_same_report(own_mae, proce
 
 
 def test_cached_features_of_a_plain_model_are_not_those_of_a_decayed_one(processor, splits, tmp_path):
-    """Both have the same weights and config, and share a cache."""
+    """Both have the same weights and config; the fingerprint knows `decay_shortcuts`."""
     plain = small_report(stock_mae(), processor, splits, tmp_path)
     decayed = small_report(decay_shortcuts(stock_mae(), 0.3), processor, splits, tmp_path)
-    assert plain["model_fingerprint"] == decayed["model_fingerprint"]
+    assert plain["model_fingerprint"] != decayed["model_fingerprint"]
     ranks = [[report["rows"][str(depth)]["effective_rank"] for depth in range(1, 5)] for report in (plain, decayed)]
     assert all(first != second for first, second in zip(*ranks))
     assert plain["effective_decay"] == 1.0 and all(row["running_product"] == 1 for row in plain["additions"])

@@ -9,8 +9,8 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,30 +20,20 @@ from transformers import AutoImageProcessor, AutoModel
 
 from ..command_line import set_cpu_threads
 from ..data.datasets import EvaluationDataset
-from ..data.shards import Encoder, encode_dataset
 from ..data.sources import ImageSplits, load_image_splits, take_subset
-from ..decay.carrier import decayed_stacks, settings_alphas
-from ..decay.families import VIT, Block, describe_resnet
-from ..decay.schedule import DecaySettings, running_products
+from ..decay.carrier import decayed_stacks
 from ..decay.shortcuts import decay_shortcuts
-from ..decay.stacks import Stack, find_stack
 from ..errors import DataError, UserError, explain_loading_errors, format_error
 from ..provenance import model_fingerprint, sanitized_command, versions
 from .arguments import model_kind
+from .branch_norms import find_shortcuts, measure_additions
 from .dense import DENSE_METRICS, DenseMetrics, evaluate_dense, pixel_patches
 from .encoders import FeatureMetrics, FeatureSource, encoder_source, evaluate_features
-from .features import Extraction, dense_features, patch_grid, transformer_encoder, unmasked_inputs
+from .features import Extraction, dense_features, patch_grid, unmasked_inputs
 from .segmentation import require_sklearn
 from .tables import format_metric, protocol_text
 
 
-# Blocks of this package's encoders by class name, with the attributes that hold their alphas.
-OWN_BLOCKS: dict[str, tuple[Callable[[nn.Module], Block], tuple[str, ...]]] = {
-    "DecayedViTMAELayer": (VIT, ("attention_alpha", "mlp_alpha")),
-    "DecayedResNetBasicLayer": (describe_resnet, ("alpha",)),
-    "DecayedResNetBottleNeckLayer": (describe_resnet, ("alpha",)),
-}
-RESNET_BRANCH = "layer"  # module of a ResNet block whose output is added to that of its `shortcut`
 # Metrics of the table and the picture, in this order; report.json has all of them.
 SHOWN_METRICS = (
     "effective_rank",
@@ -65,186 +55,6 @@ class DepthMetrics(FeatureMetrics):
     def compute(self, train, train_labels, test, test_labels, other_views=None) -> dict[str, float]:
         names = [name for name in self.names if name != "knn_whitened" or len(train) >= 2 * train.shape[1]]
         return FeatureMetrics.compute(replace(self, names=names), train, train_labels, test, test_labels, other_views)
-
-
-@dataclass
-class Shortcuts:
-    """The residual additions of a model.
-
-    Args:
-        stack (`Stack`): Its blocks, in the order in which they run.
-        alphas (`list[list[float]]`): Of every addition of every block.
-        settings (`DecaySettings`, *optional*): Of a model that `decay_shortcuts` has changed.
-    """
-
-    stack: Stack
-    alphas: list[list[float]]
-    settings: DecaySettings | None = None
-
-    def effective_decay(self) -> float:
-        return math.prod(math.prod(alphas) for alphas in self.alphas)
-
-
-def find_shortcuts(model: nn.Module) -> Shortcuts | None:
-    """The residual additions of an encoder; `None` if its blocks are of no family that `decay_shortcuts` knows."""
-    decayed = decayed_stacks(model)
-    if decayed:
-        stack, settings = decayed[0]
-        return Shortcuts(stack, settings_alphas(stack, settings), settings)
-    own = own_shortcuts(model)
-    if own is not None:
-        return own
-    try:
-        stack = find_stack(model)
-    except UserError:
-        return None
-    return Shortcuts(stack, [[1.0] * len(block.steps) for block in stack.blocks])
-
-
-def own_shortcuts(model: nn.Module) -> Shortcuts | None:
-    """The additions of this package's encoders, which hold their alphas themselves, learned ones included."""
-    named = [
-        (name.rpartition(".")[0], module)
-        for name, module in model.named_modules()
-        if type(module).__name__ in OWN_BLOCKS and "decoder" not in name
-    ]
-    if not named:
-        return None
-    parents = list(dict.fromkeys(parent for parent, _ in named))
-    shortcuts = Shortcuts(Stack([], []), [])
-    for parent, module in named:
-        describe, names = OWN_BLOCKS[type(module).__name__]
-        shortcuts.stack.modules.append(module)
-        shortcuts.stack.blocks.append(replace(describe(module), stage=parents.index(parent)))
-        shortcuts.alphas.append([torch.as_tensor(getattr(module, name), dtype=torch.float64).item() for name in names])
-    return shortcuts
-
-
-def norm_encoder(model: nn.Module, shortcuts: Shortcuts) -> Encoder:
-    """Encodes images as the mean norms of their tokens at every addition: `<number>.stream` and `<number>.branch`."""
-    forward = transformer_encoder(model, ["last.mean"])
-    stack = shortcuts.stack
-
-    def encode(pixel_values, indices):
-        norms: dict[str, torch.Tensor] = {}
-
-        def record(stream: torch.Tensor, branch: torch.Tensor) -> None:
-            number = len(norms) // 2
-            norms[f"{number}.stream"], norms[f"{number}.branch"] = token_norms(stream), token_norms(branch)
-
-        handles = []
-        for module, block, alphas in zip(stack.modules, stack.blocks, shortcuts.alphas):
-            watch = watch_projected_shortcut if block.steps[0][0].shortcut else watch_block
-            handles += watch(module, block, alphas, shortcuts.settings is not None, record)
-        try:
-            forward(pixel_values, indices)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return norms
-
-    return encode
-
-
-def token_norms(tokens: torch.Tensor) -> torch.Tensor:
-    """Mean norm per image, of tokens `(batch, number, dim)` or of a feature map `(batch, dim, height, width)`."""
-    norms = torch.linalg.vector_norm(tokens.float(), dim=1 if tokens.ndim == 4 else -1)
-    return norms.flatten(1).mean(dim=1)
-
-
-def watch_block(module: nn.Module, block: Block, alphas: list[float], is_carried: bool, record: Callable) -> list:
-    """Hooks that record the stream before every addition of a block, and what is added.
-
-    The stream is seen where branches read it. What is added is the difference of two streams, not the output of a module,
-    because layer scales and gates come behind modules. `is_carried` says that `decay_shortcuts` is at work: then readers get
-    the stream times the alphas that are still to come in the block.
-    """
-    branches = [step[0] for step in block.steps]
-    streams: list[torch.Tensor] = []  # of the addition that is under way
-
-    def pass_stream(number: int, stream: torch.Tensor) -> None:
-        if number > 0:
-            previous = streams.pop()
-            record(previous, stream - alphas[number - 1] * previous)
-        streams[:] = [stream]
-
-    def enter(module, args, kwargs):
-        name = branches[0].streams[0]
-        pass_stream(0, kwargs[name] if name in kwargs else args[0])
-
-    def leave(module, args, output):
-        output = output[0] if isinstance(output, tuple) else output
-        # With `keep_function` the last block returns the stream at the scale that it had without decay.
-        pass_stream(len(branches), output / dict(getattr(module, "output_scales", ())).get(0, 1.0))
-
-    def read(number: int) -> Callable:
-        scale = math.prod(alphas[number:]) if is_carried else 1.0
-        return lambda reader, args: pass_stream(number, args[0] / scale)
-
-    handles = [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
-    for number, branch in enumerate(branches[1:], start=1):
-        assert branch.reader is not None
-        handles.append(module.get_submodule(branch.reader).register_forward_pre_hook(read(number)))
-    return handles
-
-
-def watch_projected_shortcut(
-    module: nn.Module, block: Block, alphas: list[float], is_carried: bool, record: Callable
-) -> list:
-    """Hooks for the block of a ResNet, whose shortcut may project, and whose output has passed an activation."""
-    outputs: dict[str, torch.Tensor] = {}
-    shortcut = block.steps[0][0].shortcut
-    assert shortcut is not None
-
-    def keep(name: str) -> Callable:
-        def hook(child, args, output):
-            outputs[name] = output.clone()  # the addition is in place
-
-        return hook
-
-    def leave(module, args, output):
-        record(outputs[shortcut] / (alphas[0] if is_carried else 1.0), outputs[RESNET_BRANCH])
-        outputs.clear()
-
-    handles = [module.get_submodule(name).register_forward_hook(keep(name)) for name in (shortcut, RESNET_BRANCH)]
-    return [*handles, module.register_forward_hook(leave)]
-
-
-def measure_additions(
-    model: nn.Module,
-    shortcuts: Shortcuts,
-    images: EvaluationDataset,
-    accelerator: Accelerator | None = None,
-    batch_size: int = 64,
-) -> list[dict]:
-    """One row for every residual addition: `layer`, `branch`, `alpha`, `running_product`, `stream_norm`, `branch_norm`, `ratio`.
-
-    `layer` counts blocks from 1. The running product restarts where downsampling begins a new stream. The ratio is that of
-    the branch to alpha times the stream; `None` if that is zero.
-    """
-    accelerator = accelerator or Accelerator()
-    encode = norm_encoder(model.to(accelerator.device), shortcuts)
-    norms = encode_dataset(encode, images, accelerator, batch_size, "norms of branches")
-    products = {
-        (block_index, step_index): (branch.kind, after)
-        for block_index, step_index, branch, _, after in running_products(shortcuts.stack.blocks, shortcuts.alphas)
-    }
-    rows = []
-    for number, ((block_index, step_index), (kind, product)) in enumerate(products.items()):
-        alpha = shortcuts.alphas[block_index][step_index]
-        stream, branch = (norms[f"{number}.{name}"].double().mean().item() for name in ("stream", "branch"))
-        rows.append(
-            {
-                "layer": block_index + 1,
-                "branch": kind,
-                "alpha": alpha,
-                "running_product": product,
-                "stream_norm": stream,
-                "branch_norm": branch,
-                "ratio": branch / (alpha * stream) if alpha * stream > 0 else None,
-            }
-        )
-    return rows
 
 
 def report_encoder(
@@ -287,8 +97,7 @@ def report_encoder(
         )
     else:
         additions = measure_additions(model, shortcuts, images, accelerator, extraction.batch_size)
-    # Weights and config do not tell that a model is decayed: without this, cached features would be those of another one.
-    identity = {"model": fingerprint, "decay": vars(shortcuts.settings) if shortcuts and shortcuts.settings else None}
+    identity = {"model": fingerprint}
     settings = extraction, accelerator
     results = evaluate_features(
         depth_source(model, processor, num_states, pooling, identity, accelerator),
@@ -395,6 +204,7 @@ def write_report(
     cpu_threads: int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    command_words: list[str] | None = None,
 ) -> str:
     """Writes report.json, report.md and report.png to `output`; returns the tables and what they say.
 
@@ -405,6 +215,7 @@ def write_report(
         pooling (`str`): See [`report_encoder`].
         shortcut_decay (`float` or `"auto"`, *optional*): For a stock model: what this decay would change, untrained.
         keep_function (`bool`): Decays in the form that computes what the stock model does.
+        command_words (`list[str]`, *optional*): The command that report.json records; by default that of this process.
     """
     started = time.time()
     if keep_function and shortcut_decay is None:
@@ -430,7 +241,7 @@ def write_report(
         **results,
         "notes": notes + results["notes"],
         "seconds": round(time.time() - started, 1),
-        "command": " ".join(["hf-decayed", *sanitized_command()]),
+        "command": " ".join(["hf-decayed", *sanitized_command(command_words)]),
         "versions": versions(),
     }
     folder = Path(output) if output else Path("outputs/report") / Path(model).name
