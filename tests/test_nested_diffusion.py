@@ -12,10 +12,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT, random_weights, run_script
-from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
+from diffusers import DDPMScheduler, DiffusionPipeline, DPMSolverMultistepScheduler
 from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from safetensors.torch import load_file
+from test_diffusion_training import small_vae
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModel, ResNetConfig, ResNetModel, ViTConfig, ViTModel
@@ -84,6 +85,7 @@ def test_without_conditions_it_is_the_uvit(fields):
 
 def test_tokens_and_macs_of_the_dissertation():
     """Table D.1: parameters in millions and multiply-accumulates in billions of chains with 1 to 5 levels."""
+    page = (ROOT / "docs" / "nested_diffusion.md").read_text()
     tokens = [size**2 // patch**2 for size, _, patch in reversed(dissertation_levels(5))]
     assert tokens == [1, 4, 4, 16, 256]
     for num_levels, (parameters, macs) in enumerate(
@@ -97,9 +99,10 @@ def test_tokens_and_macs_of_the_dissertation():
             *(1 + sum(tokens[:n]) for n in range(num_levels - 1, 0, -1)),
         ]
         assert [network.num_tokens for network in networks] == lengths  # a time token, and all latents above
-        assert sum(network.count_macs() for network in networks) / 1e9 == pytest.approx(macs, rel=0.002)
-        number = sum(parameter.numel() for network in networks for parameter in network.parameters())
-        assert number / 1e6 == pytest.approx(parameters, rel=0.005)
+        our_macs = sum(network.count_macs() for network in networks) / 1e9
+        number = sum(parameter.numel() for network in networks for parameter in network.parameters()) / 1e6
+        assert our_macs == pytest.approx(macs, rel=0.002) and number == pytest.approx(parameters, rel=0.005)
+        assert f"| {num_levels} | {number:.1f} | {parameters} | {our_macs:.2f} | {macs} |" in page
     with torch.device("meta"):
         single = NestedUViT2DModel.from_size("M-16", sample_size=32, in_channels=4)
     assert single.count_macs() / 1e9 == pytest.approx(35.11, rel=0.002)
@@ -657,10 +660,23 @@ def test_wrong_flags(flags, sentence, capsys):
     assert stopped.value.code == 2 and sentence in capsys.readouterr().err
 
 
+def test_the_recipe_of_the_dissertation():
+    options, run_options = nested.parse_arguments(["--recipe", "imagenet256", "--encoder", "some/encoder"])
+    assert [(32, 4, 2), *reversed(options.hierarchy)] == dissertation_levels(5) and options.size == "M-12"
+    assert options.sigmas == [0.5, 0.5, 0.5, 1.0] and options.num_levels == 5 and run_options.batch_size == 512
+    with pytest.raises(SystemExit):
+        nested.parse_arguments(["--recipe", "imagenet256"])  # it names no encoder
+
+
 SMALL = ["--set", "hidden_size=32", "--set", "num_layers=2", "--batch_size", 16, "--max_train_steps", 16]
 SMALL += ["--max_train_samples", 80, "--warmup_steps", 4, "--log_every", 1, "--checkpointing_steps", 4]
 SMALL += ["--sample_every", 8, "--sample_steps", 2, "--eval_samples", 9, "--sample_images", 4, "--cpu_threads", 1]
 SMALL += ["--hierarchy", "1x8", "2x4", "--min_crop_size", 14]
+
+
+def run_command(*arguments):
+    command = [sys.executable, "-m", "hf_decayed.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def weights(folder):
@@ -700,7 +716,8 @@ def test_a_killed_chain_resumes_to_the_last_bit(tmp_path):
     assert all(torch.equal(first[level][name], second[level][name]) for level in first for name in first[level])
 
     # A level alone: given the latents of held-out images, where there is no network above.
-    run_script("nested.py", *flags, "--output_dir", tmp_path / "alone", "--level", 1)
+    printed = run_script("nested.py", *flags, "--output_dir", tmp_path / "alone", "--level", 1).stdout
+    assert "no pipeline yet: train level 2, 3, with the same --output_dir" in printed
     alone = load_file(tmp_path / "alone" / "runs" / "level_1" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(first["level_1"][name], alone[name]) for name in alone)
     assert not (tmp_path / "alone" / "model_index.json").exists()
@@ -708,6 +725,33 @@ def test_a_killed_chain_resumes_to_the_last_bit(tmp_path):
     other = ["--output_dir", tmp_path / "whole", "--level", 1, "--hierarchy", "1x8", "2x6"]
     assert "belongs to another hierarchy" in run_script("nested.py", *flags, *other, code=2).stderr
     assert main(["publish", str(tmp_path / "whole"), "--repo_id", "user/nested", "--dry_run"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_classes_and_vae_latents_with_one_process_and_two(tmp_path):
+    small_vae().save_pretrained(tmp_path / "vae")
+    flags = [*SMALL, "--latents_dir", tmp_path / "latents", "--vae", tmp_path / "vae", "--conditional", "true"]
+    flags += ["--horizontal_flip", "true", "--hierarchy", "1x8", "--max_train_steps", 6, "--set", "patch_size=2"]
+    run_script("nested.py", *flags, "--output_dir", tmp_path / "one")
+    for level in (2, 1):
+        run_script("nested.py", *flags, "--output_dir", tmp_path / "two", "--level", level, processes=2)
+    refused = run_script("nested.py", *flags, "--output_dir", tmp_path / "three", processes=2, code=1)
+    assert "With several processes, train one level after the other" in refused.stderr
+    losses = []
+    for folder in ("one", "two"):
+        lines = [(tmp_path / folder / "runs" / f"level_{n}" / "metrics.jsonl").read_text() for n in (1, 2)]
+        records = [json.loads(line) for text in lines for line in text.splitlines()]
+        losses.append([record["loss"] for record in records if "loss" in record])
+    assert len(losses[0]) == 12 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "one", trust_remote_code=True)
+    pipeline.set_progress_bar_config(disable=True)
+    output = pipeline(2, "Ankle boot", guidance_weights=[1.5, 1.2], num_inference_steps=2)
+    assert output.latents[1].shape == (2, 3, 14, 14) and output.images[0].size == (28, 28)
+    printed = run_command(
+        "sample", tmp_path / "one", "--num", 4, "--output", tmp_path / "samples", "--guidance_scale", 1.5
+    )
+    assert "4 samples (png)" in printed
 
 
 # Evaluation.

@@ -11,24 +11,24 @@ is a file in `training/recipes/nested`; every flag overrides it.
 """
 
 import argparse
+import os
 import re
 from pathlib import Path
 
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
 from torch.nn import functional as F
+from uvit import LATENT_BETAS, PIXEL_BETAS
 
 from hf_decayed.command_line import fraction, non_negative_float, positive_int
+from hf_decayed.errors import UserError
 from hf_decayed.models.unet_nested_uvit import SIZES, NestedUViT2DModel
 from hf_decayed.pipelines.pipeline_nested_diffusion import NestedDiffusionPipeline
 from hf_decayed.run import Run, adamw, linear_warmup, script_main
 from hf_decayed.run import arguments as flags
 from hf_decayed.run.diffusion import load_diffusion_data
-from hf_decayed.run.nested import finish_chain, finish_level, level_options, load_finished_levels, load_nested_data
+from hf_decayed.run.nested import level_options, load_finished_levels, load_nested_data, measure_level, save_chain
 
 
-# A thousand noise levels: for pixels those of DDPM, for latents those of Stable Diffusion, as in U-ViT.
-PIXEL_BETAS = {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
-LATENT_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 # Fields of the networks that follow from other flags.
 DERIVED_FIELDS = ("condition_levels", "condition_sigmas", "level", "latent_fingerprint")
 
@@ -186,18 +186,25 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
             run.evaluate(monitor, make_pipeline({level: evaluated, **above}), "samples")
 
     # End.
-    finish_level(run, evaluated, monitor, make_pipeline({level: evaluated, **above}), data, level)
-    networks = load_finished_levels(options.output_dir, range(1, data.num_levels + 1))
-    if is_last and len(networks) == data.num_levels:
+    results = measure_level(run, evaluated, monitor, make_pipeline({level: evaluated, **above}), data, level)
+    others = [number for number in range(1, data.num_levels + 1) if number != level]
+    networks = {level: evaluated, **load_finished_levels(options.output_dir, others)} if is_last else {}
+    if missing := [str(number) for number in others if number not in networks and is_last]:
+        run.print(f"no pipeline yet: train level {', '.join(missing)}, with the same --output_dir")
+    elif is_last:
         monitor = data.monitor(run, 1, networks, **flags.sampling_arguments(options))
-        finish_chain(run, options.output_dir, make_pipeline(networks, data.latent_encoder), monitor, data)
+        save_chain(run, options.output_dir, make_pipeline(networks, data.latent_encoder), monitor, data, results)
+    run.finish(results, "network", card=False)
 
 
 def main():
     options, run_options = parse_arguments()
-    chosen = [options.level] if options.level else list(range(options.num_levels, 0, -1))
-    for level in chosen:
-        train_level(options, run_options, level, is_last=level == chosen[-1])
+    levels = [options.level] if options.level else list(range(options.num_levels, 0, -1))
+    if len(levels) > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # The end of a run disconnects its processes.
+        raise UserError("With several processes, train one level after the other, the highest first: give --level.")
+    for level in levels:
+        train_level(options, run_options, level, is_last=level == levels[-1])
 
 
 if __name__ == "__main__":

@@ -75,8 +75,9 @@ def sample(
     check_disk_space(pipeline, output, num)
     labels = class_cycle(pipeline, classes)
     known = inspect.signature(pipeline.__call__).parameters
-    # Passed even if it is 1: some pipelines of diffusers have a larger default.
-    guidance = {"guidance_scale": guidance_scale} if guidance_scale != 1.0 or "guidance_scale" in known else {}
+    # Passed even if it is 1: some pipelines of diffusers have a larger default. A chain has a weight for every level.
+    scale = "guidance_weights" if "guidance_weights" in known else "guidance_scale"
+    guidance = {scale: guidance_scale} if guidance_scale != 1.0 or scale in known else {}
     count = "num_images" if "num_images" in known else "batch_size"  # of samples without a class
     for name in (*guidance, count if labels is None else "class_labels"):
         if name not in known:

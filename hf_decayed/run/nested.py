@@ -286,21 +286,24 @@ class ChainMonitor(SampleMonitor):
             super().picture(path)
 
 
-def finish_level(
+def measure_level(
     run: Run, network: NestedUViT2DModel, monitor: ChainMonitor, pipeline, data: NestedData, level: int
-) -> None:
-    """Saves the network of a level before the last evaluation, which may fail; then its results."""
+) -> dict:
+    """Saves the network of a level before the last evaluation, which may fail; returns the results of its run."""
     run.save(network, "network")
     measured = run.evaluate(monitor, pipeline, "samples" if level == 1 else None)
     results = run.results({**measured, "level": level, **data.describe()})
     if run.is_main_process:
         distances = "".join(f", {name} {value:.2f}" for name, value in measured.items())
         print(f"level {level}: loss {results['loss']:.4f}{distances}, {results['seconds']:.0f} s")
-    run.finish(results, "network", card=False)
+    return results
 
 
-def finish_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: NestedData) -> None:
-    """Saves the whole chain, its picture, results and card in `folder`; all processes call it."""
+def save_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: NestedData, last_results: dict) -> None:
+    """Saves the whole chain, its picture, results and card in `folder`; all processes call it.
+
+    `last_results` are those of the run that completes the chain; the other levels' are read from their folders.
+    """
     if run.is_main_process:
         pipeline.save_pretrained(folder)
     measured = monitor.evaluate(pipeline)
@@ -308,12 +311,17 @@ def finish_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: 
     rows, _ = sample_groups(pipeline, PICTURE_ROWS, PICTURE_ROWS, monitor.num_classes, **settings)
     if run.is_main_process:
         save_grid(folder / "samples.png", rows.permute(0, 2, 3, 1).numpy())
-        networks = {f"macs_level_{number}": network.count_macs() for number, network in pipeline.networks.items()}
+        runs = {
+            level: last_results
+            if level == last_results["level"]
+            else read_json(level_folder(folder, level) / "results.json")
+            for level in pipeline.networks
+        }
+        macs = {f"macs_level_{level}": network.count_macs() for level, network in pipeline.networks.items()}
         sampling = {"steps": settings["num_inference_steps"]}
-        results = run.results({**measured, **networks, **data.describe(), "sampling": sampling})
-        results.pop("loss")  # of the level that was trained last
-        runs = {level: read_json(level_folder(folder, level) / "results.json") for level in pipeline.networks}
-        results["seconds"] = round(sum(run_results["seconds"] for run_results in runs.values()), 1)
+        results = run.results({**measured, **macs, **data.describe(), "sampling": sampling})
+        results.pop("loss")  # of the last level alone
+        results["seconds"] = round(sum(level_results["seconds"] for level_results in runs.values()), 1)
         fields = ("loss", "steps", "seconds", "hardware")
         results["levels"] = {str(level): {field: runs[level][field] for field in fields} for level in runs}
         replace_text(folder / "results.json", json.dumps(results, indent=2) + "\n")
