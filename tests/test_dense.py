@@ -31,6 +31,7 @@ def evaluate_checkpoint(name, splits, features=None, **settings):
     return evaluate_patches(model, processor, splits, features, DenseMetrics(**settings))
 
 
+@pytest.mark.slow
 def test_decay_turns_where_into_what_in_the_shipped_checkpoints(splits):
     """Three seeds of k-means: the spread is far smaller than the difference."""
     plain, decayed = (

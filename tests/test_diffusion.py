@@ -766,7 +766,7 @@ def test_many_samples_by_two_processes(tmp_path):
     assert len(one) == 9 and np.array_equal(one, two)
 
 
-@pytest.mark.parametrize("kind", ["uvit", "sit", "sit with skips"])
+@pytest.mark.parametrize("kind", ["uvit", "sit", pytest.param("sit with skips", marks=pytest.mark.slow)])
 def test_caches_of_diffusers(kind):
     """Attention caches fit every network, block caches only one without skips; others are refused."""
     sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "num_classes": 3}

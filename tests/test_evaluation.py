@@ -157,6 +157,7 @@ def classes_in_features(seed=0):
     return features[:600], labels[:600], features[600:], labels[600:]
 
 
+@pytest.mark.slow
 def test_linear_probes_are_scikit_learns():
     train, train_labels, test, test_labels = classes_in_features()
     tensors = [torch.from_numpy(array) for array in (train, train_labels, test, test_labels)]

@@ -88,7 +88,7 @@ def run_in_subprocess(code, **environment):
     return result.stdout
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_weights_and_autocast(dtype):
     """In a subprocess: some CPUs advertise bf16 units that they do not have, and the variable turns them off in oneDNN."""
     output = run_in_subprocess(

@@ -74,7 +74,7 @@ class NormOracle(ShortcutOracle):
         return super().add(shortcut, branch)
 
 
-@pytest.mark.parametrize("decay", [1.0, 0.6])
+@pytest.mark.parametrize("decay", [pytest.param(1.0, marks=pytest.mark.slow), 0.6])
 @pytest.mark.parametrize("name", IMAGE_FAMILIES)
 def test_norms_are_those_of_the_operands_of_the_additions(name, decay):
     """Readers and adders of a decayed model see scaled values: the norms must not."""

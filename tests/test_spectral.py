@@ -95,6 +95,7 @@ def test_no_layer_suffices_but_all_together_do(seed):
     assert max(toy_miou([layer], solver="eigh") for layer in layers) <= 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gradient_solver_does_as_well_as_exact_eigenvectors(seed):
     layers = toy_layers(seed)
