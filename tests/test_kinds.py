@@ -38,6 +38,7 @@ PUBLIC_NAMES = {
     "DecayedViTMAEModel",
     "HierarchicalLatentConfig",
     "HierarchicalLatentEncoder",
+    "LatentIntrinsicsModel",
     "LayerSpectralClustering",
     "NestedDiffusionPipeline",
     "NestedUViT2DModel",

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, random_weights
 from torch.nn import functional as F
 
 from hf_decayed.losses.coding_rate import coding_rate, max_coding_rate, uniform_coding_rate
@@ -19,6 +19,26 @@ from hf_decayed.losses.relighting import (
     spread_loss,
     structural_similarity,
 )
+from hf_decayed.models.latent_intrinsics import (
+    INITIAL_BRANCH_SCALE,
+    LatentIntrinsicsBlock,
+    LatentIntrinsicsModel,
+    constrained_scaling,
+    sinusoidal_positions,
+)
+
+
+TINY = {"sample_size": 16, "block_out_channels": (8, 8, 16), "layers_per_block": (1, 1, 2), "light_dim": 4}
+
+
+def tiny_model(**fields):
+    torch.manual_seed(0)
+    return LatentIntrinsicsModel(**{**TINY, "light_hidden_dim": 12, **fields}).eval()
+
+
+@pytest.fixture
+def images():
+    return torch.rand(3, 3, 16, 16) * 2 - 1
 
 
 def unit_rows(number, dim):
@@ -142,3 +162,183 @@ def test_spread_loss_has_its_own_target_for_every_tensor():
     assert spread_loss([light], "max") == pytest.approx(expected.item(), rel=1e-4)
     with pytest.raises(ValueError, match="`target` must be 'own' or 'max', got 'none'"):
         spread_loss([light], "none")
+
+
+# The network.
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_base_is_the_size_of_the_dissertation():
+    with torch.device("meta"):
+        model = LatentIntrinsicsModel()
+        named = LatentIntrinsicsModel.from_size("base")
+    parts = [model.encoder, model.decoder, model.light_encoder, model.light_decoder]
+    assert [round(count(part) / 1e6, 3) for part in parts] == [26.130, 70.989, 0.271, 0.019]
+    assert round(count(model) / 1e6, 2) == 97.41 and count(named) == count(model)
+    with torch.device("meta"):
+        assert count(LatentIntrinsicsModel.from_size("tiny")) < 1e6 < count(LatentIntrinsicsModel.from_size("small"))
+        intrinsics, light = model.encode(torch.zeros(2, 3, 256, 256))
+        assert [tuple(intrinsic.shape[1:]) for intrinsic in intrinsics] == [
+            (64, 128, 128),
+            (128, 64, 64),
+            (128, 32, 32),
+            (256, 16, 16),
+            (512, 8, 8),
+        ]
+        assert light.shape == (2, 16) and model.decode(intrinsics, light).shape == (2, 3, 256, 256)
+    with pytest.raises(ValueError, match="`size` must be one of tiny, small, base, got 'huge'"):
+        LatentIntrinsicsModel.from_size("huge")
+
+
+def test_codes_have_length_one(images):
+    intrinsics, light = random_weights(tiny_model()).encode(images)
+    for vectors in (*intrinsics, light):
+        torch.testing.assert_close(vectors.norm(dim=1), torch.ones_like(vectors[:, 0]))
+    assert [tuple(intrinsic.shape[1:]) for intrinsic in intrinsics] == [(8, 8, 8), (16, 4, 4)]
+
+
+def test_constrained_scaling_is_the_formula():
+    features, modulation = torch.randn(2, 5, 3, 4), 100 * torch.randn(2, 5)
+    scaled = constrained_scaling(features, modulation, 0.25)
+    torch.testing.assert_close(scaled[1, 2, 0, 1], features[1, 2, 0, 1] * (1 + 0.25 * torch.tanh(modulation[1, 2])))
+    assert ((scaled / features - 1).abs() <= 0.25 + 1e-5).all()
+    torch.testing.assert_close(
+        constrained_scaling(features, modulation, 1.0, bounded=False)[0, 0], features[0, 0] * (1 + modulation[0, 0])
+    )
+
+
+@torch.no_grad()
+def test_alpha_zero_switches_the_light_off(images):
+    model = random_weights(tiny_model())
+    intrinsics, light = model.encode(images)
+    other = F.normalize(torch.randn_like(light), dim=1)
+    assert torch.equal(model.decode(intrinsics, light, alpha=0.0), model.decode(intrinsics, other, alpha=0.0))
+    assert not torch.equal(model.decode(intrinsics, light), model.decode(intrinsics, other))
+    torch.testing.assert_close(model.decode(intrinsics, light), model.decode(intrinsics, light, alpha=5e-3))
+
+
+@torch.no_grad()
+def test_light_changes_little_in_a_new_network(images):
+    """The change is of the order of alpha: ten times the alpha, about ten times the change."""
+    model = tiny_model()
+    for module in model.modules():
+        if isinstance(module, LatentIntrinsicsBlock):
+            module.conv2.weight.div_(INITIAL_BRANCH_SCALE)  # otherwise the light reaches nothing yet
+    intrinsics, light = model.encode(images)
+    without = model.decode(intrinsics, light, alpha=0.0)
+    changes = [(model.decode(intrinsics, light, alpha=alpha) - without).norm().item() for alpha in (1e-3, 1e-2)]
+    assert 0 < changes[0] < 0.02 * without.norm() and changes[1] == pytest.approx(10 * changes[0], rel=0.1)
+
+
+@torch.no_grad()
+def test_decoding_is_pure_and_by_image(images):
+    model = random_weights(tiny_model())
+    intrinsics, light = model.encode(images)
+    before = [intrinsic.clone() for intrinsic in intrinsics]
+    codes = list(intrinsics)
+    first, second = model.decode(codes, light), model.decode(codes, light)
+    assert torch.equal(first, second) and len(codes) == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, intrinsics))
+    order = torch.tensor([2, 0, 1])
+    swapped = model.decode([intrinsic[order] for intrinsic in intrinsics], light[order])
+    torch.testing.assert_close(swapped, first[order], rtol=1e-4, atol=1e-4)
+    output = model(images, light_index=order)
+    torch.testing.assert_close(output.sample, model.decode(intrinsics, light[order]))
+    assert torch.equal(output.light, light) and torch.equal(model(images, return_dict=False)[0], first)
+
+
+@torch.no_grad()
+def test_scene_and_light_come_from_their_own_codes(images):
+    """With maps that are all alike, images of different scenes are alike but for the light."""
+    model = random_weights(tiny_model())
+    intrinsics, light = model.encode(images)
+    same = [intrinsic[:1].expand_as(intrinsic) for intrinsic in intrinsics]
+    decoded = model.decode(same, light[:1].expand_as(light))
+    torch.testing.assert_close(decoded, decoded[:1].expand_as(decoded))
+    different = model.decode(intrinsics, light[:1].expand_as(light))
+    assert (different[1:] - different[:1]).abs().amax(dim=(1, 2, 3)).min() > 10 * (decoded - decoded[:1]).abs().max()
+
+
+def test_positions_are_fixed_and_counted_from_the_middle():
+    table = sinusoidal_positions(8, 6, 16, torch.device("cpu"))[
+        0
+    ]  # 4 cosines and 4 sines of the row, then of the column
+    assert table.shape == (16, 8, 6)
+    assert table[0, 0, 3] == pytest.approx(math.cos(-3.5)) and table[4, 7, 0] == pytest.approx(math.sin(3.5))
+    assert table[8, 5, 0] == pytest.approx(math.cos(-2.5)) and table[13, 0, 5] == pytest.approx(math.sin(2.5 / 10))
+    assert len({tuple(vector) for vector in table.flatten(1).T.round(decimals=4).tolist()}) == 48
+
+
+def test_initial_values():
+    model = tiny_model(block_out_channels=(32, 32, 64))
+    for name, parameter in model.named_parameters():
+        fan_in, fan_out = (parameter[0].numel(), parameter[:, 0].numel()) if parameter.ndim > 1 else (0, 0)
+        if name.endswith("bias"):
+            assert torch.equal(parameter, torch.zeros_like(parameter)), name
+        elif parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        else:
+            std = math.sqrt(2 / (fan_in + fan_out))
+            if "conv2" in name or "to_out" in name:
+                std *= 1e-5
+            elif ".to_" in name:
+                std *= math.sqrt(0.1)
+            elif "conv_out" in name:
+                std = math.sqrt(1 / fan_in)
+            assert parameter.std().item() == pytest.approx(std, rel=0.25), name
+
+
+def test_a_saved_model_comes_back(images, tmp_path):
+    model = random_weights(tiny_model(alpha=0.01))
+    model.save_pretrained(tmp_path)
+    loaded = LatentIntrinsicsModel.from_pretrained(tmp_path).eval()
+    assert loaded.config.alpha == 0.01 and torch.equal(loaded(images).sample, model(images).sample)
+
+
+def test_gradient_checkpointing_changes_no_gradient(images):
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model(dropout=0.0)
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        torch.manual_seed(1)
+        model = random_weights(model)
+        model(images, light_index=torch.tensor([1, 2, 0])).sample.square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(gradient is not None for gradient in gradients[0])
+    for plain, checkpointed in zip(*gradients):
+        torch.testing.assert_close(plain, checkpointed)
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({"alpha": 2.0}, r"`alpha` must be a number in \[0, 1\], got 2.0"),
+        ({"block_out_channels": (8,)}, "`block_out_channels` must list at least two scales"),
+        ({"layers_per_block": (1, 1)}, "`layers_per_block` must have an entry for each of 3 scales"),
+        ({"block_out_channels": (8, 8, 18)}, "`block_out_channels` must be divisible by 4, got 18"),
+        ({"sample_size": 18}, "`sample_size` must be divisible by 4, got 18"),
+        ({"light_dims": 3}, "Unknown field `light_dims` .* did you mean `light_dim`"),
+    ],
+)
+def test_wrong_fields_are_one_sentence(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        tiny_model(**fields)
+
+
+def test_wrong_inputs_are_one_sentence(images):
+    model = tiny_model()
+    intrinsics, light = model.encode(images)
+    with pytest.raises(ValueError, match=r"must have the shape \(batch, 3, height, width\), got \(3, 1, 16, 16\)"):
+        model.encode(images[:, :1])
+    with pytest.raises(ValueError, match="must be divisible by 4, got 16 x 14"):
+        model.encode(images[..., :14])
+    with pytest.raises(ValueError, match=r"`alpha` must be a number in \[0, 1\], got -1"):
+        model.decode(intrinsics, light, alpha=-1)
+    with pytest.raises(ValueError, match="`intrinsics` must be 2 maps of 8, 16 channels"):
+        model.decode(intrinsics[:1], light)
+    with pytest.raises(ValueError, match=r"`light` must have the shape \(3, 4\), got \(1, 4\)"):
+        model.decode(intrinsics, light[:1])
