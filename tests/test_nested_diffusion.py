@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -500,6 +502,20 @@ def test_vary_and_interpolate():
     torch.testing.assert_close(same[0], same[2], rtol=1e-3, atol=1e-4)  # from the same noise
 
 
+def test_half_precision():
+    encoder = latent_encoder()
+    pipeline, images = chain(DDPMScheduler(), encoder=encoder), scenes(2)
+    outputs = []
+    for dtype in (torch.float32, torch.float16):
+        output = pipeline.to(dtype).vary(
+            images, num_inference_steps=2, generator=seeded(), output_type="latent", gamma=0.0
+        )
+        outputs.append(output)
+    assert all(latents.dtype == torch.float32 for latents in outputs[1].latents.values())
+    for level in (3, 2, 1):
+        torch.testing.assert_close(outputs[1].latents[level], outputs[0].latents[level], rtol=0.05, atol=0.1)
+
+
 def test_callbacks_see_every_level():
     pipeline, seen = chain(), []
 
@@ -893,6 +909,24 @@ def test_a_saved_chain_loads_where_the_package_is_not(tmp_path):
     # The folder that it saved there has its code, too.
     again = {path.relative_to(tmp_path / "again").as_posix() for path in (tmp_path / "again").rglob("*.py")}
     assert again == {path.relative_to(tmp_path / "model").as_posix() for path in (tmp_path / "model").rglob("*.py")}
+
+
+def test_what_the_page_shows_runs(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "nested_diffusion.md").read_text()
+    for line in re.findall(r"^accelerate launch training/nested.py(.*)$", page.replace("\\\n", " "), re.MULTILINE):
+        assert nested.parse_arguments(shlex.split(line))
+    monkeypatch.chdir(tmp_path)
+    encoder = latent_encoder([(1, 8)])
+    networks = {f"level_{level}": level_network(level, [(16, 1, 4), (1, 8, 1)]) for level in (1, 2)}
+    pipeline = NestedDiffusionPipeline(DPMSolverMultistepScheduler(), **networks, latent_encoder=encoder)
+    pipeline.save_pretrained("outputs/nested")
+    image = Image.fromarray((scenes(1)[0, 0] * 255).byte().numpy())
+    names = {"image": image, "image_a": image, "image_b": image.rotate(90)}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    assert len(names["output"].images) == 8
+    for link in re.findall(r"\]\(([^)#]+)\)", page):
+        assert (ROOT / "docs" / link).exists(), link
 
 
 @pytest.mark.slow

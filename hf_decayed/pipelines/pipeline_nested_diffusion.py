@@ -100,6 +100,7 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         )
         self.image_processor = VaeImageProcessor()
         self._current_level: int | None = None
+        self._current_timestep: torch.Tensor | None = None
         self.check_hierarchy()
 
     @property
@@ -122,6 +123,11 @@ class NestedDiffusionPipeline(DiffusionPipeline):
     def current_level(self) -> int | None:
         """The level that is being sampled, for callbacks."""
         return self._current_level
+
+    @property
+    def current_timestep(self) -> torch.Tensor | None:
+        """The timestep of the sampling step under way; attention caches read it."""
+        return self._current_timestep
 
     @property
     def label2id(self) -> dict[str, int]:
@@ -249,7 +255,7 @@ class NestedDiffusionPipeline(DiffusionPipeline):
                 callback_on_step_end,
                 callback_on_step_end_tensor_inputs,
             )
-        self._current_level = None
+        self._current_level = self._current_timestep = None
         lowest = latents[self.unet.config.level]
         check_finite(lowest, "samples", "a lower weight of guidance, another scheduler, or float32")
         images = lowest if output_type == "latent" else self.decode_latents(lowest, output_type)
@@ -283,6 +289,7 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         null_labels = torch.full((number,), network.config.num_classes, device=device)
 
         for step, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
+            self._current_timestep = timestep
             inputs = self.scheduler.scale_model_input(latents, timestep)
             arguments = {}
             if class_labels is not None:
