@@ -6,11 +6,16 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, random_weights
+from PIL import Image
 from torch.nn import functional as F
 
+from hf_decayed.data.lambertian import LambertianScenes, is_lit
+from hf_decayed.data.relighting_folders import ProceduralPairs, RelightingFolder, RelightingPairs, to_bytes
+from hf_decayed.errors import DataError
 from hf_decayed.losses.coding_rate import coding_rate, max_coding_rate, uniform_coding_rate
 from hf_decayed.losses.relighting import (
     gradient_difference,
@@ -342,3 +347,112 @@ def test_wrong_inputs_are_one_sentence(images):
         model.decode(intrinsics[:1], light)
     with pytest.raises(ValueError, match=r"`light` must have the shape \(3, 4\), got \(1, 4\)"):
         model.decode(intrinsics, light[:1])
+
+
+# Data.
+
+
+def test_lambertian_images_are_the_formula():
+    scenes = LambertianScenes(num_scenes=3, num_lights=4, size=24)
+    scene, light = scenes.scene(1), {name: values[2] for name, values in scenes.lights.items()}
+    torch.testing.assert_close(scene["normals"].norm(dim=0), torch.ones(24, 24))
+    torch.testing.assert_close(scenes.lights["direction"].norm(dim=1), torch.ones(4))
+    assert 0 <= scene["albedo"].min() and scene["albedo"].max() <= 1 and (scenes.lights["direction"][:, 2] > 0).all()
+    row, column = 5, 17
+    cosine = max(0.0, float(scene["normals"][:, row, column] @ light["direction"]))
+    expected = scene["albedo"][:, row, column] * (light["ambient"] + cosine * light["colour"])
+    torch.testing.assert_close(scenes.images([1], [2])[0, :, row, column], expected)
+    # Normals belong to the height field: slopes of neighbouring heights.
+    slope = (scene["height"][row, column + 1] - scene["height"][row, column - 1]) * 24 / 2
+    normal = scene["normals"][:, row, column]
+    assert slope.item() == pytest.approx(-(normal[0] / normal[2]).item(), rel=0.15, abs=0.05)
+
+
+def test_scenes_depend_on_seed_and_index_alone():
+    scenes = LambertianScenes(num_scenes=3, num_lights=2, size=16)
+    held_out = LambertianScenes(num_scenes=2, num_lights=2, size=16, first_scene=1)
+    assert torch.equal(scenes.images([2], [1]), held_out.images([1], [1]))
+    assert not torch.equal(scenes.images([0], [1]), held_out.images([0], [1]))
+    other = LambertianScenes(num_scenes=3, num_lights=2, size=16, seed=1)
+    assert not torch.equal(scenes.images([2], [1]), other.images([2], [1]))
+    prints = [variant.fingerprint() for variant in (scenes, held_out, other, LambertianScenes(3, 2, 16))]
+    assert prints[0] == prints[3] and len(set(prints)) == 3
+    with pytest.raises(ValueError, match="`num_lights` must be at least 2, got 1"):
+        LambertianScenes(num_lights=1)
+    with pytest.raises(ValueError, match=r"`index` must lie in \[0, 3\), got 3"):
+        scenes.scene(3)
+
+
+def test_shadows_and_highlights_by_switch():
+    plain, shadows, highlights = (
+        LambertianScenes(2, 8, 32, **switch).images([0, 1] * 4, list(range(8)))
+        for switch in ({}, {"shadows": True}, {"highlights": True})
+    )
+    assert (shadows <= plain).all() and (shadows < plain).any()
+    assert (highlights >= plain).all() and (highlights > plain).any()
+    wall = torch.zeros(16, 16)
+    wall[:, 8] = 1.0  # a wall; the light comes from the right, at 45 degrees
+    lit = is_lit(wall, torch.tensor([math.sqrt(0.5), 0.0, math.sqrt(0.5)]))
+    assert (lit[:, 9:] == 1).all() and (lit[:, 5:8] == 0).all()
+
+
+def test_pairs_are_cropped_alike():
+    """The same image under both lights: what the pair shows is equal, whatever the crop and the flip."""
+    source = ProceduralPairs(LambertianScenes(num_scenes=4, num_lights=3, size=24))
+    source.images[:] = source.images[:, :1]
+    pairs = RelightingPairs(source, image_size=16, seed=0, pairs_per_scene=2)
+    keys = [(0, 0), (0, 5), (1, 0)]
+    batch = pairs.__getitems__(keys)
+    assert torch.equal(batch["pixel_values"], batch["target_values"]) and len(pairs) == 8
+    assert not torch.equal(batch["noise"], batch["target_noise"])
+    assert not torch.equal(batch["pixel_values"][0], batch["pixel_values"][2])  # another epoch, another crop
+    assert batch["pixel_values"].shape == (3, 3, 16, 16) and batch["pixel_values"].abs().max() <= 1
+    again = pairs.__getitems__(keys[1:])
+    assert all(torch.equal(batch[name][1:], again[name]) for name in batch)
+    whole = RelightingPairs(source, 24, seed=0, crop_scale=None, horizontal_flip=False).__getitems__([(0, 2)])
+    torch.testing.assert_close(whole["pixel_values"][0], source.images[2, 0] / 127.5 - 1, rtol=0, atol=1e-5)
+
+
+def save_scene(folder, size=(20, 16), lights=2):
+    folder.mkdir(parents=True)
+    for light in range(lights):
+        pixels = np.random.default_rng(light).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"dir_{light}_mip2.png")
+
+
+def test_pairs_of_a_folder(tmp_path):
+    for name in ("kitchen", "attic"):
+        save_scene(tmp_path / name, lights=3)
+        (tmp_path / name / "meta.json").write_text("{}")
+    source = RelightingFolder(tmp_path)
+    assert len(source) == 2 and source.names == ["attic", "kitchen"] and source.num_lights(0) == 3
+    expected = np.asarray(Image.open(tmp_path / "kitchen" / "dir_2_mip2.png"))
+    assert np.array_equal(source.pair(1, (0, 2))[1].permute(1, 2, 0).numpy(), expected)
+    batch = RelightingPairs(source, image_size=8, seed=0).__getitems__([(0, 0), (0, 1)])
+    assert batch["pixel_values"].shape == (2, 3, 8, 8) and not torch.equal(
+        batch["pixel_values"], batch["target_values"]
+    )
+    before = source.fingerprint()
+    save_scene(tmp_path / "cellar")
+    assert RelightingFolder(tmp_path).fingerprint() != before
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    with pytest.raises(DataError, match="is no folder of scenes"):
+        RelightingFolder(tmp_path / "absent")
+    with pytest.raises(DataError, match="holds no scenes"):
+        RelightingFolder(tmp_path)
+    save_scene(tmp_path / "one" / "attic", lights=1)
+    with pytest.raises(DataError, match=r"The scene 'attic' has 1 image\(s\): a pair needs two lights"):
+        RelightingFolder(tmp_path / "one")
+    save_scene(tmp_path / "sizes" / "attic")
+    Image.new("RGB", (8, 8)).save(tmp_path / "sizes" / "attic" / "dir_1_mip2.png")
+    with pytest.raises(DataError, match="'attic' have different sizes, 20 x 16 and 8 x 8 pixels"):
+        RelightingFolder(tmp_path / "sizes").pair(0, (0, 1))
+    (tmp_path / "sizes" / "attic" / "dir_1_mip2.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match="'attic/dir_1_mip2.png' cannot be decoded"):
+        RelightingFolder(tmp_path / "sizes").pair(0, (0, 1))
+
+
+def test_clipping_is_a_cameras():
+    assert to_bytes(torch.tensor([0.0, 0.7, 1.4, 9.0])).tolist() == [0, 128, 255, 255]

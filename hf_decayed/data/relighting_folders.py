@@ -1,0 +1,179 @@
+"""Pairs of images of one scene under two lights, from a folder or from procedural scenes.
+
+    path/scene/light.jpg          one folder per scene; the names of the files are those of the lights
+
+MIT multi-illumination has this layout: `everett_dining1/dir_0_mip2.jpg` and so on. Other files of such a folder, such as
+`meta.json`, are ignored, and so are the images of its light probes, `probes/`.
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ..errors import DataError
+from .decoding import to_pixels
+from .keyed_random import sample_generator
+from .lambertian import LambertianScenes
+from .transforms import crop_and_resize, crop_boxes
+
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+PAIR_STREAM = 6  # of `sample_generator`
+CROP_DRAWS = 22  # of `crop_boxes`
+MAX_LINEAR = 1.4  # intensity that is white in 8 bits: procedural scenes are seldom brighter
+
+
+class RelightingFolder:
+    """Images by scene and light, read from a folder.
+
+    Args:
+        path (`Path`): Holds a folder for every scene, with two or more images of one size.
+    """
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise DataError(f"'{path}' is no folder of scenes.")
+        folders = sorted(
+            folder for folder in self.path.iterdir() if folder.is_dir() and not folder.name.startswith(".")
+        )
+        self.files = [
+            sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES) for folder in folders
+        ]
+        if not folders:
+            raise DataError(f"'{self.path.name}' holds no scenes: it must have a folder for each of them.")
+        for folder, files in zip(folders, self.files):
+            if len(files) < 2:
+                raise DataError(f"The scene '{folder.name}' has {len(files)} image(s): a pair needs two lights.")
+        self.names = [folder.name for folder in folders]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def fingerprint(self) -> str:
+        """Of the names and sizes of all files."""
+        lines = [
+            f"{name}/{file.name} {file.stat().st_size}"
+            for name, files in zip(self.names, self.files)
+            for file in files
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def num_lights(self, scene: int) -> int:
+        return len(self.files[scene])
+
+    def pair(self, scene: int, lights: tuple[int, int]) -> torch.Tensor:
+        """A scene under two lights, as bytes `(2, 3, height, width)`."""
+        images = [read_pixels(self.files[scene][light]) for light in lights]
+        if images[0].shape != images[1].shape:
+            sizes = " and ".join(f"{image.shape[1]} x {image.shape[0]}" for image in images)
+            raise DataError(f"Images of the scene '{self.names[scene]}' have different sizes, {sizes} pixels.")
+        return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+
+
+class ProceduralPairs:
+    """[`LambertianScenes`] as bytes by scene and light, all rendered once."""
+
+    def __init__(self, scenes: LambertianScenes):
+        self.scenes = scenes
+        lights = range(scenes.num_lights)
+        rendered = []
+        for index in range(scenes.num_scenes):
+            scene = scenes.scene(index)
+            rendered.append(to_bytes(torch.stack([scenes.render(scene, light) for light in lights])))
+        self.images = torch.stack(rendered)  # (scenes, lights, 3, size, size)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def fingerprint(self) -> str:
+        return self.scenes.fingerprint()
+
+    def num_lights(self, scene: int) -> int:
+        return self.scenes.num_lights
+
+    def pair(self, scene: int, lights: tuple[int, int]) -> torch.Tensor:
+        """A scene under two lights, as bytes `(2, 3, height, width)`."""
+        return self.images[scene, list(lights)]
+
+
+class RelightingPairs(torch.utils.data.Dataset):
+    """Training pairs by `(epoch, index)`: two lights of a scene, cropped and flipped alike, with their noise.
+
+    A batch has `pixel_values` and `target_values`, images `(batch, 3, size, size)` in [-1, 1] of the first and the second
+    light, `noise` and `target_noise`, normal and of the same shape, and `sigma_draws` `(batch,)`, normal.
+
+    Args:
+        source ([`RelightingFolder`] or [`ProceduralPairs`]): Images by scene and light.
+        image_size (`int`): Height and width of the crops.
+        crop_scale (`tuple[float, float]`, *optional*): Range of the areas of crops; `None` takes the whole, square or not.
+        pairs_per_scene (`int`, defaults to 1): Pairs of every scene in one epoch.
+    """
+
+    def __init__(
+        self,
+        source: RelightingFolder | ProceduralPairs,
+        image_size: int,
+        seed: int,
+        crop_scale: tuple[float, float] | None = (0.2, 1.0),
+        horizontal_flip: bool = True,
+        pairs_per_scene: int = 1,
+    ):
+        self.source, self.image_size, self.seed = source, image_size, seed
+        self.crop_scale, self.horizontal_flip, self.pairs_per_scene = crop_scale, horizontal_flip, pairs_per_scene
+        self.bad_images = 0
+
+    def __len__(self) -> int:
+        return len(self.source) * self.pairs_per_scene
+
+    @property
+    def uses_workers(self) -> bool:
+        """Whether data loader workers help: rendered scenes are in memory."""
+        return isinstance(self.source, RelightingFolder)
+
+    def fingerprint(self) -> str:
+        return self.source.fingerprint()
+
+    def pair(self, epoch: int, index: int) -> dict[str, torch.Tensor]:
+        generator = sample_generator(self.seed, epoch, index, PAIR_STREAM)
+        scene = index % len(self.source)
+        first, second = generator.permutation(self.source.num_lights(scene))[:2]
+        pixels = self.source.pair(scene, (int(first), int(second)))
+        height, width = pixels.shape[2:]
+        draws = generator.random((1, CROP_DRAWS + 1))
+        box = np.array([[0, 0, height, width]])
+        if self.crop_scale is not None:
+            box = crop_boxes(draws, height, width, self.crop_scale)
+        boxes = torch.from_numpy(box).float().expand(2, -1)  # one box for both lights
+        flips = torch.tensor([self.horizontal_flip and draws[0, -1] < 0.5]).expand(2)
+        images = crop_and_resize(pixels, boxes, flips, (self.image_size, self.image_size)) / 127.5 - 1
+        noise = torch.from_numpy(generator.standard_normal((2, *images.shape[1:]), dtype=np.float32))
+        return {
+            "pixel_values": images[0],
+            "target_values": images[1],
+            "noise": noise[0],
+            "target_noise": noise[1],
+            "sigma_draws": torch.tensor(generator.standard_normal(), dtype=torch.float32),
+        }
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        pairs = [self.pair(epoch, index) for epoch, index in keys]
+        return {name: torch.stack([pair[name] for pair in pairs]) for name in pairs[0]}
+
+
+def to_bytes(intensities: torch.Tensor) -> torch.Tensor:
+    """Linear intensities as bytes; above `MAX_LINEAR` they are clipped, as a camera clips them."""
+    return (intensities / MAX_LINEAR * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def read_pixels(file: Path) -> np.ndarray:
+    try:
+        with Image.open(file) as image:
+            return to_pixels(image, 3)
+    except DataError:
+        raise
+    except Exception as error:  # Pillow raises many types for broken files
+        raise DataError(f"The image '{file.parent.name}/{file.name}' cannot be decoded ({error}).") from error
