@@ -42,6 +42,7 @@ PUBLIC_NAMES = {
     "LayerSpectralClustering",
     "NestedDiffusionPipeline",
     "NestedUViT2DModel",
+    "RelightingPipeline",
     "Segmenter",
     "SiTSDEScheduler",
     "UnsupervisedSegmentationPipeline",

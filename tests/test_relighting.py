@@ -1,5 +1,6 @@
 """Latent intrinsics: losses, the network, data, the pipeline, metrics, and the script `relight.py`."""
 
+import json
 import math
 import os
 import random
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, random_weights
+from diffusers import DiffusionPipeline
 from PIL import Image
 from torch.nn import functional as F
 
@@ -31,6 +33,7 @@ from hf_decayed.models.latent_intrinsics import (
     constrained_scaling,
     sinusoidal_positions,
 )
+from hf_decayed.pipelines.pipeline_relighting import RelightingPipeline, interpolate_codes, tile_starts, tiles
 
 
 TINY = {"sample_size": 16, "block_out_channels": (8, 8, 16), "layers_per_block": (1, 1, 2), "light_dim": 4}
@@ -456,3 +459,145 @@ def test_folders_that_cannot_be_used(tmp_path):
 
 def test_clipping_is_a_cameras():
     assert to_bytes(torch.tensor([0.0, 0.7, 1.4, 9.0])).tolist() == [0, 128, 255, 255]
+
+
+# The pipeline.
+
+
+@pytest.fixture
+def pipeline():
+    return RelightingPipeline(random_weights(tiny_model()))
+
+
+def picture(width=16, height=16, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def as_tensor(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
+
+
+@torch.no_grad()
+def test_an_image_of_one_tile_is_relit_as_a_whole(pipeline):
+    image, reference = picture(), picture(seed=1)
+    relit = pipeline(image, reference, output_type="pt").images
+    intrinsics, _ = pipeline.autoencoder.encode(2 * as_tensor(image) - 1)
+    light = pipeline.autoencoder.encode(2 * as_tensor(reference) - 1).light
+    expected = (pipeline.autoencoder.decode(intrinsics, light) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(relit, expected)
+    torch.testing.assert_close(pipeline.light(reference), light)
+    albedo = pipeline.albedo(image, output_type="pt").images
+    expected = (pipeline.autoencoder.decode(intrinsics, light, alpha=0.0) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(albedo, expected)
+    assert pipeline(image, reference).images[0].size == (16, 16)
+
+
+@pytest.mark.parametrize("width, height", [(16, 16), (37, 21), (9, 5), (64, 16)])
+def test_tiles_cover_images_of_any_size(width, height, pipeline):
+    image = picture(width, height)
+    assert pipeline(image, picture(30, 18, seed=1)).images[0].size == (width, height)
+    assert pipeline.albedo(image, tile_size=8, tile_overlap=0.0).images[0].size == (width, height)
+
+
+def test_tiles_blend_to_the_whole():
+    """If a tile gives back its own pixels, the blend is the image."""
+    image = torch.rand(21, 40)
+    total, weight_sum = torch.zeros_like(image), torch.zeros_like(image)
+    number = 0
+    for rows, columns, weights in tiles(21, 40, 16, 0.5):
+        assert weights.shape == (16, 16) and weights[8, 8] == weights.max() > weights[0, 0] > 0
+        total[rows, columns] += weights * image[rows, columns]
+        weight_sum[rows, columns] += weights
+        number += 1
+    torch.testing.assert_close(total / weight_sum, image)
+    assert number == 2 * 4 and tile_starts(40, 16, 0.5) == [0, 8, 16, 24] and tile_starts(10, 16, 0.5) == [0]
+
+
+def test_batches_and_references(pipeline):
+    images = [picture(20, 16, seed) for seed in (0, 1)]
+    both = pipeline(images, picture(seed=2), output_type="np").images
+    for index, image in enumerate(images):
+        alone = pipeline(image, picture(seed=2), output_type="np").images[0]
+        np.testing.assert_allclose(both[index], alone, atol=1e-5)
+    assert pipeline.light([picture(8, 30), picture()]).shape == (2, 4)
+    tensors = pipeline(torch.cat([as_tensor(image) for image in images]), picture(seed=2), output_type="np").images
+    np.testing.assert_allclose(tensors, both, atol=1e-5)
+
+
+def test_interpolation_goes_from_light_to_light(pipeline):
+    image, references = picture(), [picture(seed=1), picture(seed=2), picture(seed=3)]
+    frames = pipeline.interpolate(image, references, num_frames=5, output_type="pt").images
+    assert len(frames) == 5
+    for frame, reference in zip(frames[::2], references):
+        torch.testing.assert_close(frame[None], pipeline(image, reference, output_type="pt").images)
+    codes = interpolate_codes(F.normalize(torch.randn(2, 8), dim=1), 7)
+    torch.testing.assert_close(codes.norm(dim=1), torch.ones(7))
+    assert [frame.size for frame in pipeline.interpolate(image, references[:2], num_frames=2).images] == [(16, 16)] * 2
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ({"tile_size": 10}, "`tile_size` must be a multiple of 4, at least 8, got 10"),
+        ({"tile_size": 4}, "`tile_size` must be a multiple of 4, at least 8, got 4"),
+        ({"tile_overlap": 1.0}, r"`tile_overlap` must lie in \[0, 1\), got 1.0"),
+        ({"alpha": 3.0}, r"`alpha` must be a number in \[0, 1\], got 3.0"),
+        ({"output_type": "latent"}, "`output_type` must be pil, np or pt"),
+        ({"reference": [picture(), picture(), picture()]}, "`reference` must be 1 image or 1, one for each, got 3"),
+        ({"image": [picture(), picture(8, 8)]}, "Images of one call must have one size"),
+        ({"image": []}, "There must be at least one image"),
+        ({"image": "photo.jpg"}, "must be PIL images, arrays or tensors, got str"),
+        ({"image": Image.new("I;16", (16, 16))}, "8 bits per channel, got the mode I;16"),
+        ({"image": torch.full((1, 3, 16, 16), math.nan)}, "An image holds NaN or infinity"),
+        ({"image": torch.full((1, 3, 16, 16), 200.0)}, r"values in \[0, 1\], got torch.float32 from 200.0 to 200.0"),
+    ],
+)
+def test_wrong_arguments_of_the_pipeline_are_one_sentence(arguments, sentence, pipeline):
+    with pytest.raises(ValueError, match=sentence):
+        pipeline(**{"image": picture(), "reference": picture(seed=1), **arguments})
+
+
+def test_wrong_interpolations_are_one_sentence(pipeline):
+    with pytest.raises(ValueError, match="`references` must be at least two images, got 1"):
+        pipeline.interpolate(picture(), [picture()])
+    with pytest.raises(ValueError, match="`num_frames` must be at least 2, got 1"):
+        pipeline.interpolate(picture(), [picture(), picture()], num_frames=1)
+    with pytest.raises(ValueError, match="`image` must be one image, got 2"):
+        pipeline.interpolate([picture(), picture()], [picture(), picture()])
+    with pytest.warns(UserWarning, match="`reference` equals `image`"):
+        pipeline(picture(), picture())
+
+
+CLEAN_PROCESS = """
+import sys
+sys.modules["hf_decayed"] = None
+import json, torch
+from diffusers import AutoModel, DiffusionPipeline
+pipeline = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
+generator = torch.Generator().manual_seed(0)
+image, reference = torch.rand(2, 1, 3, 20, 16, generator=generator)
+relit = pipeline(image, reference, output_type="pt").images.double().sum().item()
+pipeline.save_pretrained(sys.argv[2])
+model = AutoModel.from_pretrained(sys.argv[1], subfolder="autoencoder", trust_remote_code=True)
+print(json.dumps([type(pipeline).__name__, type(model).__name__, relit]))
+"""
+
+
+def test_a_saved_pipeline_loads_where_the_package_is_not(pipeline, tmp_path):
+    pipeline.save_pretrained(tmp_path / "model")
+    image, reference = torch.rand(2, 1, 3, 20, 16, generator=torch.Generator().manual_seed(0))
+    expected = pipeline(image, reference, output_type="pt").images.double().sum().item()
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CLEAN_PROCESS, str(tmp_path / "model"), str(tmp_path / "again")],
+        env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd="/",
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    *names, relit = json.loads(result.stdout.splitlines()[-1])
+    assert names == ["RelightingPipeline", "LatentIntrinsicsModel"] and relit == pytest.approx(expected, rel=1e-5)
+    # A folder that was saved without the package is complete, too.
+    again = DiffusionPipeline.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    relit = again(image, reference, output_type="pt").images.double().sum().item()
+    assert relit == pytest.approx(expected, rel=1e-5)
