@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 
+import evaluate
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,15 @@ from torch.nn import functional as F
 from hf_decayed.data.lambertian import LambertianScenes, is_lit
 from hf_decayed.data.relighting_folders import ProceduralPairs, RelightingFolder, RelightingPairs, to_bytes
 from hf_decayed.errors import DataError
+from hf_decayed.evaluation.relighting import (
+    Judgement,
+    albedo_error,
+    correct_colours,
+    light_consistency,
+    read_iiw_judgements,
+    relighting_errors,
+    whdr,
+)
 from hf_decayed.losses.coding_rate import coding_rate, max_coding_rate, uniform_coding_rate
 from hf_decayed.losses.relighting import (
     gradient_difference,
@@ -601,3 +611,98 @@ def test_a_saved_pipeline_loads_where_the_package_is_not(pipeline, tmp_path):
     again = DiffusionPipeline.from_pretrained(tmp_path / "again", trust_remote_code=True)
     relit = again(image, reference, output_type="pt").images.double().sum().item()
     assert relit == pytest.approx(expected, rel=1e-5)
+
+
+# Metrics.
+
+
+def test_colour_correction_is_exact_for_a_scaled_copy():
+    target = torch.rand(2, 3, 16, 16) * 2 - 1
+    factors = torch.tensor([[0.3, 0.9, 1.5], [1.0, 0.5, 2.0]])[:, :, None, None]
+    scaled = (target + 1) * factors - 1
+    torch.testing.assert_close(correct_colours(scaled, target), target, rtol=1e-4, atol=1e-5)
+    errors = relighting_errors(scaled, target)
+    assert (
+        errors["rmse"] > 0.1 and errors["rmse_corrected"] < 1e-5 and errors["ssim_corrected"] > 0.999 > errors["ssim"]
+    )
+    shifted = target + factors - 1
+    torch.testing.assert_close(correct_colours(shifted, target, "shift"), target, rtol=1e-4, atol=1e-5)
+    assert relighting_errors(shifted, target, "shift")["rmse_corrected"] < 1e-5
+    expected = np.sqrt(((scaled - target).numpy() ** 2).mean(axis=(1, 2, 3))).mean()
+    assert errors["rmse"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="`method` must be 'scale' or 'shift', got 'hue'"):
+        correct_colours(scaled, target, "hue")
+    with pytest.raises(ValueError, match="one shape"):
+        relighting_errors(scaled, target[:1])
+
+
+def test_albedo_error_forgives_the_scale():
+    albedo = torch.rand(3, 3, 8, 8)
+    assert albedo_error(albedo * torch.tensor([0.1, 1.0, 7.0]).view(3, 1, 1, 1), albedo) < 1e-6
+    assert albedo_error(torch.rand(3, 3, 8, 8), albedo) > 0.1
+    assert albedo_error(torch.zeros(1, 3, 8, 8), albedo[:1]) == pytest.approx(albedo[0].square().mean().sqrt().item())
+
+
+DARK, GREY, LIGHT = (0.1, 0.5), (0.5, 0.5), (0.9, 0.5)
+
+
+def three_points():
+    """Dark on the left, light on the right."""
+    return torch.tensor([0.2, 0.5, 0.9]).expand(3, 2, 3)
+
+
+def test_whdr_reads_the_label_as_the_darker_point():
+    right = [Judgement(DARK, LIGHT, "1", 2.0), Judgement(LIGHT, GREY, "2"), Judgement(GREY, GREY, "E")]
+    assert whdr(three_points(), right) == 0.0
+    wrong = [Judgement(DARK, LIGHT, "2", 2.0), Judgement(LIGHT, GREY, "1"), Judgement(GREY, DARK, "E")]
+    assert whdr(three_points(), wrong) == 1.0
+    assert whdr(three_points(), [wrong[0], right[1], right[2]]) == 0.5  # by weight, 2 of 4
+    assert whdr(three_points(), [Judgement(GREY, LIGHT, "1")], delta=0.7) == 0.0
+    assert whdr(three_points(), [Judgement(GREY, LIGHT, "E")], delta=0.9) == 0.0
+    with pytest.raises(ValueError, match="`darker` must be '1', '2' or 'E', got '3'"):
+        whdr(three_points(), [Judgement(DARK, LIGHT, "3")])
+    with pytest.raises(ValueError, match="needs judgements"):
+        whdr(three_points(), [])
+
+
+def test_judgements_of_iiw():
+    points = [
+        {"id": index, "x": x, "y": y, "opaque": index != 3} for index, (x, y) in enumerate((DARK, GREY, LIGHT, LIGHT))
+    ]
+    comparisons = [
+        {"point1": 0, "point2": 2, "darker": "1", "darker_score": 0.7},
+        {"point1": 0, "point2": 3, "darker": "1", "darker_score": 0.7},
+        {"point1": 1, "point2": 2, "darker": "E", "darker_score": None},
+    ]
+    content = {"intrinsic_points": points, "intrinsic_comparisons": comparisons}
+    assert read_iiw_judgements(content) == [Judgement(DARK, LIGHT, "1", 0.7)]
+    assert whdr(three_points(), read_iiw_judgements(content)) == 0.0
+
+
+def test_light_consistency_tells_lights_apart():
+    lights = torch.tensor([0, 1, 0, 1, 2])
+    codes = torch.eye(3)[lights]
+    assert light_consistency(codes, lights) == (1.0, 0.0)
+    assert light_consistency(torch.ones(5, 3), lights) == pytest.approx((1.0, 1.0))
+    with pytest.raises(ValueError, match="two lights, and two images of one"):
+        light_consistency(codes[:2], lights[:2])
+
+
+def test_evaluate_modules_give_the_functions_numbers(tmp_path):
+    def load(name):
+        return evaluate.load(str(ROOT / "hf_decayed" / "metrics" / name), cache_dir=str(tmp_path))
+
+    first, second = torch.rand(2, 2, 3, 12, 12)
+    errors = load("relighting_errors").compute(
+        predictions=first.numpy(), references=second.numpy(), correction="shift"
+    )
+    assert errors == pytest.approx(relighting_errors(first, second, "shift"))
+    error = load("albedo_error").compute(predictions=first.numpy(), references=second.numpy())
+    assert error == {"albedo_error": pytest.approx(albedo_error(first, second))}
+    codes, lights = torch.randn(4, 5), [0, 0, 1, 1]
+    similarity = load("light_consistency").compute(predictions=codes.numpy(), references=lights)
+    assert tuple(similarity.values()) == pytest.approx(light_consistency(codes, torch.tensor(lights)))
+    row = {"x1": 0.1, "y1": 0.5, "x2": 0.9, "y2": 0.5, "weight": 1.0}
+    rows = [{**row, "darker": "1"}, {**row, "darker": "2"}]
+    rate = load("whdr").compute(predictions=three_points()[None].numpy(), references=[rows])
+    assert rate == {"whdr": 0.5}

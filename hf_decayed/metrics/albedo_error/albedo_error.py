@@ -1,0 +1,36 @@
+"""`evaluate` module: error of albedos, whatever their scale.
+
+    >>> import evaluate
+    >>> metric = evaluate.load("path/to/hf_decayed/metrics/albedo_error")
+    >>> metric.compute(predictions=albedos, references=true_albedos)
+
+The work is done by `hf_decayed.evaluation.relighting`.
+"""
+
+import datasets
+import evaluate
+import torch
+
+from hf_decayed.evaluation.relighting import albedo_error
+
+
+DESCRIPTION = "RMSE of albedos after the best factor for each image."
+INPUTS = """
+predictions: albedos, linear intensities, (images, 3, height, width)
+references: true albedos, (images, 3, height, width)
+"""
+
+
+class AlbedoError(evaluate.Metric):
+    def _info(self):
+        images = datasets.List(datasets.List(datasets.List(datasets.Value("float32"))))
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="",
+            inputs_description=INPUTS,
+            features=datasets.Features({"predictions": images, "references": images}),
+        )
+
+    def _compute(self, predictions, references):
+        albedo, true_albedo = (torch.as_tensor(images, dtype=torch.float32) for images in (predictions, references))
+        return {"albedo_error": albedo_error(albedo, true_albedo)}
