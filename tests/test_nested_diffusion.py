@@ -927,6 +927,12 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch):
     assert len(names["output"].images) == 8
     for link in re.findall(r"\]\(([^)#]+)\)", page):
         assert (ROOT / "docs" / link).exists(), link
+    report = json.loads((ROOT / "model_cards" / "results" / "nested_diffusion" / "tiny.json").read_text())
+    measured = report["results"]["nested"]
+    numbers = [measured[name] for name in ("oracle_rmse", "other_rmse", "same_latent_knn", "same_latent_chance")]
+    numbers.append(measured["macs_by_level"]["2"] / measured["macs"])
+    table = re.search(r"<!-- table nested_tiny -->(.*?)<!-- end -->", page, re.DOTALL)[1]
+    assert re.findall(r"\| ([\d.]+) \|$", table, re.MULTILINE) == [f"{number:.3g}" for number in numbers]
 
 
 @pytest.mark.slow
