@@ -11,6 +11,7 @@ from pathlib import Path
 import finetune
 import linear_probe
 import mae
+import numpy as np
 import pytest
 import resnet
 import sit
@@ -110,7 +111,7 @@ def test_training_commands_are_understood():
         if match := re.search(r"training/(\w+)\.py(.*)", line):
             assert scripts[match[1]].parse_arguments(shlex.split(match[2]))
             seen.append(match[1])
-    assert set(seen) == set(scripts) and seen.count("mae") == 6
+    assert set(seen) == set(scripts) and seen.count("mae") == 7
 
 
 @pytest.mark.parametrize(
@@ -173,13 +174,13 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
     DecayedUViTPipeline(network, DPMSolverMultistepScheduler()).save_pretrained("outputs/uvit")
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-decayed")]
     expected = ["evaluate", "card", "publish", "sample"] + 3 * ["evaluate"] + ["segment"] + 2 * ["evaluate"]
-    expected += 7 * ["convert"] + ["publish"]
+    expected += ["report"] + 7 * ["convert"] + ["publish"]
     assert [line.split()[1] for line in lines] == expected
     for line in [
         line for line in lines if line.split()[1] == "evaluate"
     ]:  # test_features.py and test_generation.py run it
         parse_evaluation(shlex.split(line)[2:])
-    lines = [line for line in lines if line.split()[1] != "evaluate"]
+    lines = [line for line in lines if line.split()[1] not in ("evaluate", "report")]  # test_report.py runs the latter
     model = DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES))
     model.save_pretrained("outputs/mae")
     AutoModel.from_config(model.config).save_pretrained("facebook/dinov2-base")
@@ -194,6 +195,45 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
     for line in lines[:-1]:  # the last would push; tests/test_publishing.py does
         assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
         assert said[line.split()[1]] in capsys.readouterr().out
+
+
+def equivalence_table() -> str:
+    """Losses and features of every run of the sweep, and how far its losses are from the decayed network's of that seed."""
+    lines = (ROOT / "model_cards" / "results" / "equivalence" / "results.jsonl").read_text().splitlines()
+    groups: dict[str, dict[int, dict]] = {}
+    for record in map(json.loads, lines):
+        groups.setdefault(record["name"], {})[record["seed"]] = record
+    losses = {
+        name: {
+            seed: {point["step"]: point["loss"] for point in record["curve"] if "loss" in point}
+            for seed, record in records.items()
+        }
+        for name, records in groups.items()
+    }
+    table = [
+        "| network | loss, last 50 steps | mean difference of the losses to `decayed` | kNN (%) | effective rank | "
+        "segmentation, mIoU (%) | position (%) |",
+        "|---" * 7 + "|",
+    ]
+    for name, records in groups.items():
+        cells: list[list[str]] = [[], [], [], [], [], []]
+        for seed, record in records.items():
+            own, reference = losses[name][seed], losses["decayed"][seed]
+            features = record["evaluation"]["last.mean"]
+            cells[0].append(f"{np.mean([loss for step, loss in own.items() if step > max(own) - 50]):.3f}")
+            cells[1].append(f"{np.mean([abs(loss - reference[step]) for step, loss in own.items()]):.4f}")
+            cells[2].append(f"{100 * features['knn_accuracy']:.1f}")
+            cells[3].append(f"{features['effective_rank']:.2f}")
+            cells[4].append(f"{100 * record['results']['cluster_miou']:.1f}")
+            cells[5].append(f"{100 * record['results']['position_accuracy']:.1f}")
+        cells[1] = ["-"] if name == "decayed" else cells[1]
+        table.append(f"| {name} | {' | '.join(', '.join(values) for values in cells)} |")
+    return "\n".join(table)
+
+
+def test_the_page_on_the_method_has_the_numbers_of_the_sweep():
+    page = (ROOT / "docs" / "method.md").read_text()
+    assert re.search(r"<!-- equivalence -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1] == equivalence_table()
 
 
 @pytest.mark.parametrize("name", ["models", "data", "training", "eval", "diffusion"])

@@ -16,7 +16,13 @@ from sweep_tables import format_tables
 
 
 RECORDS = {path.stem: path for path in (ROOT / "model_cards" / "results").glob("small_*/*.jsonl")}
-ENCODER_PLOTS = {"accuracy_against_decay.png", "rank_and_accuracy.png", "accuracy_by_layer.png", "use_of_skips.png"}
+ENCODER_PLOTS = {
+    "accuracy_against_decay.png",
+    "rank_and_accuracy.png",
+    "losses.png",
+    "accuracy_by_layer.png",
+    "use_of_skips.png",
+}
 
 
 @pytest.mark.parametrize(

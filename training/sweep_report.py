@@ -70,6 +70,7 @@ def list_plots(
     if trained:
         plots["accuracy_against_decay.png"] = lambda path: save_decay(path, trained)
         plots["rank_and_accuracy.png"] = lambda path: save_training(path, group_by_name(trained))
+        plots["losses.png"] = lambda path: save_losses(path, group_by_name(trained))
     if by_encoder:
         plots["accuracy_by_layer.png"] = lambda path: save_layers(path, by_encoder)
         if any(has_skip_ablation(record) for record in encoders(records)):
@@ -110,6 +111,39 @@ def save_decay(path: Path, records: list[dict]) -> None:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
     save_figure(figure, path)
+
+
+def save_losses(path: Path, groups: Groups) -> None:
+    """Training losses, and how far they are from those of the first run with the same seed, which saw the same batches."""
+    pyplot = require_matplotlib()
+    figure, (loss_axis, difference_axis) = pyplot.subplots(1, 2, figsize=(11, 3.8))
+    first = {record["seed"]: read_losses(record) for record in next(iter(groups.values()))}
+    for number, (name, records) in enumerate(groups.items()):
+        style = {"color": run_color(number, len(groups)), "linewidth": 1.2}
+        for index, record in enumerate(records):
+            losses, reference = read_losses(record), first.get(record["seed"], {})
+            differences = {step: loss - reference[step] for step, loss in losses.items() if step in reference}
+            label = name if index == 0 else None
+            loss_axis.plot(list(losses), smooth(list(losses.values())), label=label, **style)
+            difference_axis.plot(list(differences), smooth(list(differences.values())), **style)
+    loss_axis.set(xlabel="step", title="training loss, smoothed")
+    difference_axis.set(xlabel="step", title=f"difference to '{next(iter(groups))}' of the same seed")
+    for axis in (loss_axis, difference_axis):
+        axis.grid(alpha=0.3)
+    loss_axis.legend(fontsize=8)
+    save_figure(figure, path)
+
+
+def read_losses(record: dict) -> dict[int, float]:
+    return {point["step"]: point["loss"] for point in record["curve"] if "loss" in point}
+
+
+def smooth(values: list[float], width: int = 15) -> np.ndarray:
+    """Means over up to `width` points before and after."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    numbers = np.arange(len(values))
+    begin, end = np.maximum(numbers - width, 0), np.minimum(numbers + width + 1, len(values))
+    return (sums[end] - sums[begin]) / (end - begin)
 
 
 def varying_settings(records: list[dict]) -> set[str]:
