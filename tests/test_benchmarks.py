@@ -142,7 +142,7 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
                 "14 x 14 patches: clusters of the averaged graph",
                 "14 x 14 patches: eigenvectors of the averaged graph",
                 "14 x 14 patches, 12 layers of 12 heads: clusters of an image",
-                "data set, 50 images of 49 patches, 64 dimensions",
+                "data set, 50 images of 49 patches, 128 dimensions",
             ],
         ),
         (
