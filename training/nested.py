@@ -17,7 +17,6 @@ from pathlib import Path
 
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
 from torch.nn import functional as F
-from uvit import LATENT_BETAS, PIXEL_BETAS
 
 from hf_decayed.command_line import fraction, non_negative_float, positive_int
 from hf_decayed.errors import UserError
@@ -29,6 +28,9 @@ from hf_decayed.run.diffusion import load_diffusion_data
 from hf_decayed.run.nested import level_options, load_finished_levels, load_nested_data, measure_level, save_chain
 
 
+# A thousand noise levels: for pixels those of DDPM, for latents those of Stable Diffusion, as in U-ViT.
+PIXEL_BETAS = {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
+LATENT_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 # Fields of the networks that follow from other flags.
 DERIVED_FIELDS = ("condition_levels", "condition_sigmas", "level", "latent_fingerprint")
 
