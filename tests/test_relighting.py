@@ -6,18 +6,28 @@ import os
 import random
 import subprocess
 import sys
+import time
 
 import evaluate
 import numpy as np
 import pytest
+import relight
 import torch
-from conftest import ROOT, random_weights
+from accelerate import Accelerator
+from conftest import ROOT, random_weights, run_script
 from diffusers import DiffusionPipeline
 from PIL import Image
 from torch.nn import functional as F
 
+from hf_decayed.cli import main
 from hf_decayed.data.lambertian import LambertianScenes, is_lit
-from hf_decayed.data.relighting_folders import ProceduralPairs, RelightingFolder, RelightingPairs, to_bytes
+from hf_decayed.data.relighting_folders import (
+    ProceduralPairs,
+    RelightingFolder,
+    RelightingPairs,
+    relighting_examples,
+    to_bytes,
+)
 from hf_decayed.errors import DataError
 from hf_decayed.evaluation.relighting import (
     Judgement,
@@ -28,6 +38,7 @@ from hf_decayed.evaluation.relighting import (
     relighting_errors,
     whdr,
 )
+from hf_decayed.kinds.relighting import relighting_output
 from hf_decayed.losses.coding_rate import coding_rate, max_coding_rate, uniform_coding_rate
 from hf_decayed.losses.relighting import (
     gradient_difference,
@@ -44,6 +55,7 @@ from hf_decayed.models.latent_intrinsics import (
     sinusoidal_positions,
 )
 from hf_decayed.pipelines.pipeline_relighting import RelightingPipeline, interpolate_codes, tile_starts, tiles
+from hf_decayed.run.relighting import RelightingMonitor
 
 
 TINY = {"sample_size": 16, "block_out_channels": (8, 8, 16), "layers_per_block": (1, 1, 2), "light_dim": 4}
@@ -706,3 +718,166 @@ def test_evaluate_modules_give_the_functions_numbers(tmp_path):
     rows = [{**row, "darker": "1"}, {**row, "darker": "2"}]
     rate = load("whdr").compute(predictions=three_points()[None].numpy(), references=[rows])
     assert rate == {"whdr": 0.5}
+
+
+# Training.
+
+
+def test_examples_ask_for_the_light_of_another_scene():
+    scenes = LambertianScenes(num_scenes=3, num_lights=4, size=16)
+    examples = relighting_examples(ProceduralPairs(scenes), 16, 24)
+    assert set(examples.lights.tolist()) == {0, 1, 2, 3}
+    for index in range(24):
+        scene, light = index % 3, int(examples.lights[index])
+        expected = to_bytes(scenes.images([scene], [light]))[0] / 127.5 - 1
+        torch.testing.assert_close(examples.target[index], expected, rtol=0, atol=1e-5)
+        candidates = [to_bytes(scenes.images([other], [light]))[0] / 127.5 - 1 for other in range(3) if other != scene]
+        assert min((examples.reference[index] - image).abs().max() for image in candidates) < 1e-5
+        assert not torch.equal(examples.image[index], examples.target[index])
+        assert torch.equal(examples.albedo[index], scenes.scene(scene)["albedo"])
+    with pytest.raises(DataError, match="hold out at least two scenes"):
+        relighting_examples(ProceduralPairs(LambertianScenes(1, 2, 16)), 16, 2)
+
+
+def test_folders_are_split_by_scene(tmp_path):
+    for number in range(5):
+        save_scene(tmp_path / f"scene{number}", size=(24, 18), lights=3)
+    train, held_out = RelightingFolder(tmp_path).split()
+    assert len(train) >= 2 <= len(held_out) and not set(train.names) & set(held_out.names)
+    examples = relighting_examples(held_out, 16, 4)
+    assert examples.albedo is None and examples.target.shape == (4, 3, 16, 16)
+    with pytest.raises(DataError, match="has 3 scenes: .* need at least 4"):
+        RelightingFolder(tmp_path).select([0, 1, 2]).split()
+
+
+def test_monitor_compares_with_the_unchanged_image(pipeline, tmp_path):
+    examples = relighting_examples(ProceduralPairs(LambertianScenes(3, 4, 16)), 16, 6)
+    monitor = RelightingMonitor(Accelerator(cpu=True), examples)
+    pipeline.autoencoder.train()
+    metrics = monitor.evaluate(pipeline)
+    assert pipeline.autoencoder.training and all(math.isfinite(value) for value in metrics.values())
+    assert metrics["copy_rmse"] == pytest.approx(relighting_errors(examples.image, examples.target)["rmse"])
+    assert metrics["albedo_error_of_input"] == pytest.approx(albedo_error((examples.image + 1) / 2, examples.albedo))
+    pipeline.autoencoder.eval()
+    with torch.no_grad():
+        intrinsics, light = (
+            pipeline.autoencoder.encode(examples.image)[0],
+            pipeline.autoencoder.encode(examples.reference)[1],
+        )
+        relit = pipeline.autoencoder.decode(intrinsics, light)
+    assert metrics["relit_rmse"] == pytest.approx(relighting_errors(relit, examples.target)["rmse"], rel=1e-5)
+    monitor.picture(tmp_path / "deep" / "picture.png")
+    assert Image.open(tmp_path / "deep" / "picture.png").width > 100
+    assert relighting_output(pipeline).shape == (4, 3, 16, 16)
+
+
+def test_noise_ends_with_its_part_of_the_steps():
+    draws = torch.tensor([0.0, 1.0])
+    sigma = relight.noise_sigma(draws, step=4, noise_steps=5)
+    torch.testing.assert_close(sigma.flatten(), torch.exp(1.2 * draws - 1.2))
+    assert sigma.shape == (2, 1, 1, 1) and relight.noise_sigma(draws, step=5, noise_steps=5).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (
+            ["--gradient_accumulation_steps", "2"],
+            "--gradient_accumulation_steps must be 1: the coding rates are of a whole",
+        ),
+        (["--set", "sample_size=32"], "--set sample_size: it is --image_size"),
+        (["--set", "light_dims=3"], "light_dim"),
+        (["--extrinsic_target", "none"], "--extrinsic_target: invalid choice: 'none'"),
+    ],
+)
+def test_flags_that_are_refused(flags, sentence, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        relight.parse_arguments(flags)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 2 and len(lines) == 1 and sentence in lines[0]
+
+
+SCRIPT = ["--image_size", 16, "--num_scenes", 12, "--num_lights", 3, "--batch_size", 4, "--max_train_steps", 10]
+SCRIPT += ["--set", "block_out_channels=(8,8,16)", "--set", "layers_per_block=(1,1,1)", "--set", "dropout=0.1"]
+SCRIPT += [
+    "--crop_scale",
+    0.5,
+    1.0,
+    "--eval_examples",
+    4,
+    "--checkpointing_steps",
+    3,
+    "--log_every",
+    1,
+    "--cpu_threads",
+    1,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_run_ends_with_the_same_bits(processes, tmp_path):
+    from test_run import kill, start, weights
+
+    run_script("relight.py", *SCRIPT, "--output_dir", tmp_path / "whole", processes=processes)
+    flags = [*SCRIPT, "--output_dir", tmp_path / "killed", "--resume_from_checkpoint", "latest"]
+    process = start("relight.py", *flags, processes=processes)
+    while process.poll() is None and not list((tmp_path / "killed" / "checkpoints").glob("step-*")):
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()
+    kill(process)
+    assert "resumed at step" in run_script("relight.py", *flags, processes=processes).stdout
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    assert main(["publish", str(tmp_path / "whole"), "--repo_id", "user/relighting", "--dry_run"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_and_two_processes_train_alike(tmp_path):
+    """The coding rates are of the whole batch, whoever holds its parts; without dropout, whose draws differ."""
+    from test_run import weights
+
+    flags = [
+        *SCRIPT,
+        "--set",
+        "dropout=0.0",
+        "--max_train_steps",
+        4,
+        "--intrinsic_weight",
+        1e-2,
+        "--extrinsic_weight",
+        1e-2,
+    ]
+    for processes in (1, 2):
+        run_script("relight.py", *flags, "--output_dir", tmp_path / str(processes), processes=processes)
+    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_training_on_a_folder(tmp_path):
+    for number in range(5):
+        save_scene(tmp_path / "scenes" / f"scene{number}", size=(24, 18), lights=3)
+    flags = [
+        *SCRIPT,
+        "--scenes_path",
+        tmp_path / "scenes",
+        "--batch_size",
+        2,
+        "--max_train_steps",
+        2,
+        "--num_workers",
+        0,
+    ]
+    run_script("relight.py", *flags, "--output_dir", tmp_path / "out")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["dataset"]["name"] == "scenes" and "albedo_error" not in results and results["relit_rmse"] > 0
+    save_scene(tmp_path / "scenes" / "last", lights=1)
+    refused = (
+        run_script("relight.py", *flags, "--output_dir", tmp_path / "again", code=2).stderr.strip().splitlines()[-1]
+    )
+    assert refused == "relight.py: The scene 'last' has 1 image(s): a pair needs two lights."

@@ -6,8 +6,10 @@ MIT multi-illumination has this layout: `everett_dining1/dir_0_mip2.jpg` and so 
 `meta.json`, are ignored, and so are the images of its light probes, `probes/`.
 """
 
+import copy
 import hashlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +19,13 @@ from ..errors import DataError
 from .decoding import to_pixels
 from .keyed_random import sample_generator
 from .lambertian import LambertianScenes
-from .transforms import crop_and_resize, crop_boxes
+from .transforms import center_box, crop_and_resize, crop_boxes
 
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 PAIR_STREAM = 6  # of `sample_generator`
 CROP_DRAWS = 22  # of `crop_boxes`
+HELD_OUT_EVERY = 10  # one scene in so many of a folder, two at least: references come from other scenes
 MAX_LINEAR = 1.4  # intensity that is white in 8 bits: procedural scenes are seldom brighter
 
 
@@ -65,6 +68,24 @@ class RelightingFolder:
     def num_lights(self, scene: int) -> int:
         return len(self.files[scene])
 
+    def light_names(self, scene: int) -> list[str]:
+        return [file.stem for file in self.files[scene]]
+
+    def split(self) -> tuple["RelightingFolder", "RelightingFolder"]:
+        """Scenes for training, and one in ten that is held out."""
+        if len(self) < 4:
+            raise DataError(
+                f"'{self.path.name}' has {len(self)} scenes: training and held-out scenes need at least 4."
+            )
+        step = min(HELD_OUT_EVERY, len(self) // 2)
+        held_out = range(0, len(self), step)
+        return self.select([index for index in range(len(self)) if index % step != 0]), self.select(list(held_out))
+
+    def select(self, scenes: list[int]) -> "RelightingFolder":
+        subset = copy.copy(self)
+        subset.files, subset.names = [self.files[scene] for scene in scenes], [self.names[scene] for scene in scenes]
+        return subset
+
     def pair(self, scene: int, lights: tuple[int, int]) -> torch.Tensor:
         """A scene under two lights, as bytes `(2, 3, height, width)`."""
         images = [read_pixels(self.files[scene][light]) for light in lights]
@@ -94,6 +115,9 @@ class ProceduralPairs:
 
     def num_lights(self, scene: int) -> int:
         return self.scenes.num_lights
+
+    def light_names(self, scene: int) -> list[str]:
+        return [str(light) for light in range(self.scenes.num_lights)]
 
     def pair(self, scene: int, lights: tuple[int, int]) -> torch.Tensor:
         """A scene under two lights, as bytes `(2, 3, height, width)`."""
@@ -162,6 +186,62 @@ class RelightingPairs(torch.utils.data.Dataset):
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         pairs = [self.pair(epoch, index) for epoch, index in keys]
         return {name: torch.stack([pair[name] for pair in pairs]) for name in pairs[0]}
+
+
+class RelightingExamples(NamedTuple):
+    """Held-out images with what relighting should make of them; images `(number, 3, size, size)` are in [-1, 1].
+
+    Args:
+        image: A scene under one light.
+        reference: Another scene under another light.
+        target: The first scene under the light of the reference.
+        lights (`torch.Tensor` of shape `(number,)`): Number of the light of reference and target, among those that occur.
+        albedo (`torch.Tensor`, *optional*): True albedo in [0, 1] of procedural scenes.
+    """
+
+    image: torch.Tensor
+    reference: torch.Tensor
+    target: torch.Tensor
+    lights: torch.Tensor
+    albedo: torch.Tensor | None
+
+
+def relighting_examples(
+    source: RelightingFolder | ProceduralPairs, image_size: int, number: int, seed: int = 0
+) -> RelightingExamples:
+    """Fixed examples of held-out scenes, as many as asked for; the middle of every image, resized."""
+    if len(source) < 2:
+        raise DataError("Relighting is evaluated with references of other scenes: hold out at least two scenes.")
+    images, lights, albedos = [], [], []
+    for index in range(number):
+        generator = sample_generator(seed, 0, index, PAIR_STREAM)
+        scene = index % len(source)
+        other = (scene + 1 + int(generator.integers(len(source) - 1))) % len(source)
+        names, other_names = source.light_names(scene), source.light_names(other)
+        common = sorted(set(names) & set(other_names))
+        if not common:
+            raise DataError(
+                "Two held-out scenes have no light in common: name files of one light alike in all scenes."
+            )
+        name = common[int(generator.integers(len(common)))]
+        first = int(generator.choice([light for light in range(len(names)) if names[light] != name]))
+        image, target = source.pair(scene, (first, names.index(name)))
+        reference = source.pair(other, (other_names.index(name),) * 2)[0]
+        images.append([middle(pixels, image_size) for pixels in (image, reference, target)])
+        lights.append(name)
+        if isinstance(source, ProceduralPairs):
+            albedos.append(source.scenes.scene(scene)["albedo"])
+    numbers = {name: number for number, name in enumerate(sorted(set(lights)))}
+    image, reference, target = (torch.stack(column) for column in zip(*images))
+    albedo = torch.stack(albedos) if albedos and albedos[0].shape[-1] == image_size else None
+    return RelightingExamples(image, reference, target, torch.tensor([numbers[name] for name in lights]), albedo)
+
+
+def middle(pixels: torch.Tensor, image_size: int) -> torch.Tensor:
+    """The middle of an image of bytes `(3, height, width)` as `(3, image_size, image_size)` in [-1, 1]."""
+    height, width = pixels.shape[1:]
+    box = torch.tensor([center_box(height, width, (image_size, image_size))])
+    return crop_and_resize(pixels[None], box, torch.tensor([False]), (image_size, image_size))[0] / 127.5 - 1
 
 
 def to_bytes(intensities: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,159 @@
+"""What `training/relight.py` needs besides its loop: scenes under lights, and what relighting makes of held-out ones."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..data.lambertian import LambertianScenes
+from ..data.relighting_folders import (
+    ProceduralPairs,
+    RelightingExamples,
+    RelightingFolder,
+    relighting_examples,
+)
+from ..evaluation.relighting import albedo_error, light_consistency, relighting_errors
+from ..losses.coding_rate import coding_rate, uniform_coding_rate
+from ..losses.relighting import invariance_loss
+from ..plots import save_patch_colours
+from .monitors import evaluation_mode
+from .run import Run
+
+
+NUM_HELD_OUT = 32  # procedural scenes
+PICTURE_IMAGES = 6
+
+
+@dataclass
+class RelightingData:
+    """Scenes for training and held-out ones."""
+
+    train: RelightingFolder | ProceduralPairs
+    held_out: RelightingFolder | ProceduralPairs
+    name: str
+    held_out_rule: str
+
+    def monitor(self, run: Run, image_size: int, num_examples: int) -> "RelightingMonitor":
+        examples = relighting_examples(self.held_out, image_size, num_examples)
+        return RelightingMonitor(run.accelerator, examples)
+
+    def describe(self) -> dict:
+        return {
+            "name": self.name,
+            "fingerprint": self.train.fingerprint(),
+            "number": len(self.train),
+            "used": f"{len(self.train)} scenes",
+            "held_out": self.held_out_rule,
+        }
+
+
+def load_relighting_data(
+    run: Run,
+    scenes_path: str | None,
+    image_size: int,
+    num_scenes: int,
+    num_lights: int,
+    shadows: bool,
+    highlights: bool,
+) -> RelightingData:
+    """Scenes of a folder, one in ten held out; without a folder, procedural scenes of `image_size` pixels."""
+    train: RelightingFolder | ProceduralPairs
+    held_out: RelightingFolder | ProceduralPairs
+    if scenes_path is not None:
+        train, held_out = RelightingFolder(Path(scenes_path)).split()
+        name, rule = Path(scenes_path).resolve().name, "one scene in ten"
+    else:
+        # The same seed for every run: what a run draws anew is pairs and noise, not scenes.
+        settings: dict[str, Any] = {
+            "num_lights": num_lights,
+            "size": image_size,
+            "shadows": shadows,
+            "highlights": highlights,
+        }
+        train = ProceduralPairs(LambertianScenes(num_scenes, **settings))
+        held_out = ProceduralPairs(LambertianScenes(NUM_HELD_OUT, first_scene=num_scenes, **settings))
+        name, rule = "procedural Lambertian scenes", f"{NUM_HELD_OUT} other scenes under the same lights"
+    run.print(f"{name}: {len(train)} scenes, {len(held_out)} held out")
+    return RelightingData(train, held_out, name, rule)
+
+
+class RelightingMonitor:
+    """Errors of relit held-out images and of their albedo, beside those of the unchanged image, and a picture."""
+
+    def __init__(self, accelerator: Accelerator, examples: RelightingExamples):
+        self.accelerator, self.examples = accelerator, examples
+        self.copied = relighting_errors(examples.image, examples.target)
+        self.relit: torch.Tensor | None = None  # by the pipeline that was evaluated last
+        self.albedo: torch.Tensor | None = None
+
+    def evaluate(self, pipeline) -> dict[str, float]:
+        """Metrics by name; those that begin with `copy_` are of the image that was not relit."""
+        model, examples = pipeline.autoencoder.to(self.accelerator.device), self.examples
+        image, reference, target = (
+            images.to(self.accelerator.device) for images in (examples.image, examples.reference, examples.target)
+        )
+        with evaluation_mode(model), self.accelerator.autocast():
+            codes = [model.encode(images) for images in (image, reference, target)]
+            self.relit = model.decode(codes[0].intrinsics, codes[1].light).float().cpu()
+            self.albedo = model.decode(codes[0].intrinsics, codes[1].light, alpha=0.0).float().cpu()
+        metrics = {f"relit_{name}": value for name, value in relighting_errors(self.relit, examples.target).items()}
+        metrics |= {f"copy_{name}": value for name, value in self.copied.items()}
+        if examples.albedo is not None:
+            metrics["albedo_error"] = albedo_error(intensities(self.albedo), examples.albedo)
+            metrics["albedo_error_of_input"] = albedo_error(intensities(examples.image), examples.albedo)
+        lights = torch.cat([codes[1].light, codes[2].light]).cpu()
+        similarity = (
+            light_consistency(lights, examples.lights.repeat(2)) if len(examples.lights.unique()) > 1 else None
+        )
+        if similarity is not None:
+            metrics["light_similarity"], metrics["light_similarity_of_others"] = similarity
+        metrics["intrinsic_similarity"] = -invariance_loss(codes[0].intrinsics, codes[2].intrinsics).item()
+        metrics["intrinsic_similarity_of_others"] = -invariance_loss(codes[0].intrinsics, codes[1].intrinsics).item()
+        metrics["intrinsic_spread"] = mean_spread(codes[0].intrinsics)
+        return metrics
+
+    def picture(self, path: Path) -> None:
+        """Input, reference, relit, truth, albedo and true albedo of some examples."""
+        if self.relit is None or self.albedo is None or not self.accelerator.is_main_process:
+            return
+        examples = self.examples
+        rows = {
+            "reference": intensities(examples.reference),
+            "relit": intensities(self.relit),
+            "truth": intensities(examples.target),
+            "albedo": as_bright_as(intensities(self.albedo), examples.albedo),
+        }
+        if examples.albedo is not None:
+            rows["true albedo"] = examples.albedo
+        pictures = {name: as_pictures(images) for name, images in rows.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_patch_colours(path, as_pictures(intensities(examples.image)), pictures)
+
+
+def intensities(images: torch.Tensor) -> torch.Tensor:
+    """Images in [-1, 1] as intensities in [0, 1]."""
+    return ((images + 1) / 2).clamp(0, 1)
+
+
+def as_bright_as(albedo: torch.Tensor, true_albedo: torch.Tensor | None) -> torch.Tensor:
+    """Albedo, which is known up to a factor, at the mean of the true one; without that, with its brightest value at 1."""
+    dims = (1, 2, 3)
+    if true_albedo is None:
+        return albedo / albedo.amax(dim=dims, keepdim=True).clamp(min=1e-6)
+    return albedo * (true_albedo.mean(dim=dims, keepdim=True) / albedo.mean(dim=dims, keepdim=True).clamp(min=1e-6))
+
+
+def as_pictures(images: torch.Tensor):
+    return images[:PICTURE_IMAGES].clamp(0, 1).permute(0, 2, 3, 1).numpy()
+
+
+def mean_spread(intrinsics: tuple[torch.Tensor, ...]) -> float:
+    """Coding rate of maps as a part of that of random vectors, averaged over scales; near 0 if they have collapsed."""
+    parts = []
+    for intrinsic in intrinsics:
+        rows = intrinsic.movedim(1, -1).flatten(0, -2).float().cpu()
+        # By one process alone: all of them evaluate the same images, so the share does not change.
+        parts.append(coding_rate(rows).item() / uniform_coding_rate(*rows.shape))
+    return sum(parts) / len(parts)
