@@ -5,7 +5,7 @@ level below has a vector for each of 2 x 2, 4 x 4, ... crops, with fewer channel
 anything, the encoder's feature map of the whole image, pooled to the same grid, takes their place.
 
 Config and model are one file, and the encoder is always a class of transformers, so that a pipeline that is downloaded with
-this file alone can load it. An encoder with decayed shortcuts is stored as the ordinary ViT that computes the same features.
+this file alone can load it. `hf_decayed.stock_model` makes such an encoder of a masked autoencoder with decayed shortcuts.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, ViTConfig, ViTModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, ViTConfig
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
@@ -41,7 +41,6 @@ class HierarchicalLatentConfig(PreTrainedConfig):
         image_mean, image_std (`list[float]`): Normalisation of the encoder's input, per channel, for pixels in [0, 1].
         pooling (`str`): How tokens become one vector: `cls`, `mean` (all tokens), `patch_mean`, or `pooler_output`.
         num_prefix_tokens (`int`): Tokens of the encoder before those of the patches.
-        encoder_final_norm (`bool`): Whether the encoder's final normalisation is applied.
         min_crop_size (`int`): Levels whose crops are smaller take the pooled feature map of the whole image.
         fingerprint (`str`, *optional*): Of encoder and projections; set by `fit`. Networks remember it, so that latents of
             different encoders are not mixed.
@@ -59,7 +58,6 @@ class HierarchicalLatentConfig(PreTrainedConfig):
     image_std: list[float] | tuple[float, ...] = (0.229, 0.224, 0.225)
     pooling: Literal["cls", "mean", "patch_mean", "pooler_output"] = "cls"
     num_prefix_tokens: int = 1
-    encoder_final_norm: bool = True
     min_crop_size: int = 64
     fingerprint: str | None = None
 
@@ -174,8 +172,6 @@ class HierarchicalLatentEncoder(PreTrainedModel):
     def __init__(self, config: HierarchicalLatentConfig):
         super().__init__(config)
         self.encoder = AutoModel.from_config(config.encoder_config)
-        if not config.encoder_final_norm:
-            self.encoder.layernorm = nn.Identity()
         pooler = getattr(self.encoder, "pooler", None)
         if config.pooling != "pooler_output" and pooler is not None and list(pooler.parameters()):
             self.encoder.pooler = None  # its weights, often random, would be a part of the fingerprint
@@ -201,14 +197,14 @@ class HierarchicalLatentEncoder(PreTrainedModel):
         cls, encoder: PreTrainedModel, levels: list[tuple[int, int]], image_size: int, **fields
     ) -> "HierarchicalLatentEncoder":
         """Around a trained encoder, which is copied; `fit` comes next. `fields` are those of the config."""
-        if encoder.config.model_type in ("decayed_vit_mae", "vit_mae"):
-            fields = {"pooling": getattr(encoder.config, "pooling", "cls"), **fields}
-            fields["encoder_final_norm"] = isinstance(encoder.layernorm, nn.LayerNorm)
-            encoder = fold_into_vit(encoder)
         if not type(encoder).__module__.startswith("transformers."):
             raise ValueError(
-                f"The encoder must be a model of transformers or a decayed masked autoencoder, got {type(encoder).__name__}: "
-                "its code could not travel with the latents."
+                f"The encoder must be a model of transformers, got {type(encoder).__name__}, whose code could not travel with "
+                "the latents; of a decayed masked autoencoder pass `stock_model(encoder)`."
+            )
+        if encoder.config.model_type == "vit_mae":
+            raise ValueError(
+                "ViTMAE masks and shuffles its patches: pass `stock_model(DecayedViTMAEModel.from_pretrained(...))`."
             )
         num_channels = getattr(encoder.config, "num_channels", 3)
         size = getattr(encoder.config, "image_size", None) or image_size
@@ -358,42 +354,6 @@ def feature_width(config: PreTrainedConfig) -> int:
     if width is None:
         raise ValueError(f"The config of the encoder ({config.model_type}) says nothing of the width of its features.")
     return width
-
-
-@torch.no_grad()
-def fold_into_vit(encoder: PreTrainedModel) -> ViTModel:
-    """The ordinary ViT with the features of a masked autoencoder with decayed shortcuts, up to one constant factor.
-
-    Normalisations do not see the scale of their input. With c the product of the alphas so far, the states x / c obey
-    `x / c <- x / c + f(x) / c`: every branch's last weights are divided by c, and no shortcut is weighted. The factor that
-    is left at the end is removed by the scale of the latents.
-    """
-    config = encoder.config
-    names = (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "hidden_act",
-        "image_size",
-    )
-    names += ("patch_size", "num_channels", "qkv_bias", "layer_norm_eps")
-    vit = ViTModel(ViTConfig(**{name: getattr(config, name) for name in names}), add_pooling_layer=False)
-    weights = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
-    product = 1.0
-    for number, layer in enumerate(encoder.layers):
-        for branch in ("attention", "mlp"):
-            product *= float(getattr(layer, f"{branch}_alpha", 1.0))
-            if product == 0.0:
-                raise ValueError("An encoder whose shortcuts are zero is no ordinary ViT: use another encoder.")
-            projection = f"layers.{number}.{'attention.o_proj' if branch == 'attention' else 'mlp.fc2'}"
-            for name in (f"{projection}.weight", f"{projection}.bias"):
-                weights[name] *= getattr(layer, "branch_scale", 1.0) / product
-            weights.pop(f"layers.{number}.{branch}_alpha", None)
-    missing, unexpected = vit.load_state_dict(weights, strict=False)
-    if unexpected or any(not name.startswith("layernorm.") for name in missing):
-        raise ValueError(f"{type(encoder).__name__} has weights that a ViT has not: {(*unexpected, *missing)[0]}.")
-    return vit.eval()
 
 
 AUTO_MAP = {

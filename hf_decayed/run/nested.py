@@ -16,12 +16,14 @@ from transformers import AutoImageProcessor, AutoModel
 
 from ..data.keyed_random import sample_seed
 from ..data.nested_latents import LatentTable, NestedLatents, cache_nested_latents, held_out_latents, image_batches
+from ..decay.stock import stock_model
 from ..errors import UserError, explain_loading_errors
 from ..evaluation import frechet_distance
 from ..evaluation.generation import pixel_features
 from ..evaluation.nested import sample_groups
 from ..hub.cards import write_card
 from ..kinds import read_json
+from ..models.modeling_decayed_vit_mae import DecayedViTMAEModel
 from ..models.modeling_hierarchical_latents import HierarchicalLatentEncoder
 from ..models.unet_nested_uvit import NestedUViT2DModel
 from ..plots import save_grid
@@ -177,6 +179,12 @@ def load_nested_data(
     with explain_loading_errors(encoder):
         network = AutoModel.from_pretrained(encoder, dtype=torch.float32).eval()
         processor = AutoImageProcessor.from_pretrained(encoder)
+        fields = {}
+        if network.config.model_type == "vit_mae":  # it masks and shuffles its patches; ours does not
+            network = DecayedViTMAEModel.from_pretrained(encoder, dtype=torch.float32)
+        if isinstance(network, DecayedViTMAEModel):
+            fields = {"pooling": network.config.pooling}
+            network = stock_model(network)
     levels = [(size, channels) for size, channels, _ in hierarchy]
     model = HierarchicalLatentEncoder.from_encoder(
         network,
@@ -185,6 +193,7 @@ def load_nested_data(
         min_crop_size=min_crop_size,
         image_mean=list(processor.image_mean),
         image_std=list(processor.image_std),
+        **fields,
     )
     if model.config.num_channels != data.image_channels:
         raise UserError(
