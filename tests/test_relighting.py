@@ -881,3 +881,60 @@ def test_training_on_a_folder(tmp_path):
         run_script("relight.py", *flags, "--output_dir", tmp_path / "again", code=2).stderr.strip().splitlines()[-1]
     )
     assert refused == "relight.py: The scene 'last' has 1 image(s): a pair needs two lights."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_small_network_learns_to_relight():
+    """Six scenes by heart: relit images beat the unchanged ones, light codes are those of lights, albedo loses its light."""
+    torch.manual_seed(0)
+    source = ProceduralPairs(LambertianScenes(num_scenes=6, num_lights=3, size=16))
+    pairs = RelightingPairs(source, 16, seed=0, crop_scale=None, horizontal_flip=False)
+    sizes = {**TINY, "block_out_channels": (8, 16, 32), "layers_per_block": (1, 1, 1)}
+    model = LatentIntrinsicsModel(**sizes, light_hidden_dim=32, alpha=1.0, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(250):
+        batch = pairs.__getitems__([(step, scene) for scene in range(6)])
+        target = batch["target_values"]
+        output = model(torch.cat([batch["pixel_values"], target]), light_index=torch.arange(6, 12).repeat(2))
+        first, second = zip(*(intrinsic.chunk(2) for intrinsic in output.intrinsics))
+        loss = sum(pixel_loss(images, target) for images in output.sample.chunk(2))
+        loss = loss + 0.1 * invariance_loss(first, second) + 1e-4 * (spread_loss(first) + spread_loss([output.light]))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    examples = relighting_examples(source, 16, 18)
+    metrics = RelightingMonitor(Accelerator(cpu=True), examples).evaluate(RelightingPipeline(model))
+    assert metrics["relit_rmse"] < 0.6 * metrics["copy_rmse"]
+    assert metrics["albedo_error"] < metrics["albedo_error_of_input"]
+    assert metrics["light_similarity"] > metrics["light_similarity_of_others"] + 0.5
+    assert metrics["intrinsic_similarity"] > metrics["intrinsic_similarity_of_others"] + 0.2
+
+
+# The page.
+
+COLUMNS = {
+    "relit_rmse": "RMSE, relit",
+    "copy_rmse": "unchanged",
+    "relit_rmse_corrected": "corrected, relit",
+    "copy_rmse_corrected": "unchanged",
+    "albedo_error": "albedo error",
+    "albedo_error_of_input": "of the image",
+    "light_similarity": "light codes, same light",
+    "light_similarity_of_others": "other lights",
+}
+
+
+def results_table():
+    lines = ["| " + " | ".join(["alpha", "steps", *COLUMNS.values()]) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for file in sorted((ROOT / "model_cards" / "results" / "relighting").glob("*.json")):
+        results = json.loads(file.read_text())
+        numbers = [f"{results[name]:.3f}" for name in COLUMNS]
+        lines.append("| " + " | ".join([f"{results['alpha']:g}", str(results["steps"]), *numbers]) + " |")
+    return "\n".join(lines)
+
+
+def test_the_page_has_the_numbers_of_the_runs():
+    page = (ROOT / "docs" / "relighting.md").read_text()
+    assert page.split("<!-- table relighting_tiny -->\n")[1].split("\n<!-- end -->")[0] == results_table()
