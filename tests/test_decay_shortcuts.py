@@ -6,6 +6,7 @@ import pickle
 from types import MethodType
 
 import diffusers
+import numpy
 import peft
 import pytest
 import torch
@@ -18,7 +19,6 @@ from torch import nn
 from hf_decayed import (
     DecayedResNetConfig,
     DecayedResNetForImageClassification,
-    DecayedSiTTransformer2DModel,
     DecayedViTMAEConfig,
     DecayedViTMAEForPreTraining,
     decay_shortcuts,
@@ -33,7 +33,7 @@ from hf_decayed.errors import UserError
 from hf_decayed.models.shortcut_decay import layer_shortcut_factors
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`last_hidden_state` of the folded:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:In the folded model:UserWarning")
 
 FOLDING = [name for name, family in FAMILIES.items() if family.folds]
 
@@ -164,7 +164,10 @@ def test_decay_can_be_changed_and_removed():
     assert_same(model(**inputs)[0], decay_shortcuts(copy.deepcopy(plain), 0.7)(**inputs)[0])
     set_shortcut_decay(model, 1)
     assert torch.equal(model(**inputs)[0], plain(**inputs)[0])
-    set_shortcut_decay(model, 0.7)
+    for value, sentence in (("auto", "must be a number, got 'auto'"), (0, "must be above 0 here")):
+        with pytest.raises(UserError, match=sentence):
+            set_shortcut_decay(model, value)
+    set_shortcut_decay(model, numpy.float32(0.7))
     assert remove_decay(model) is model
     assert torch.equal(model(**inputs)[0], plain(**inputs)[0])
     for actual, expected in zip(model.modules(), plain.modules(), strict=True):
@@ -400,7 +403,13 @@ def test_towers_of_a_larger_model():
     with pytest.raises(UserError, match="decayed already"):
         decay_shortcuts(model, 0.7, part="text_model")
     assert [block[-1] for block in shortcut_alphas(model)][2::3] == pytest.approx([0.7, 0.6])
-    fold_shortcuts(model)
+    groups = shortcut_parameter_groups(clip(), 0.6, lr=1.0, part="vision_model")
+    assert max(group["lr"] for group in groups) == pytest.approx(
+        1 / math.prod(sum(shortcut_alphas(model.vision_model), ()))
+    )
+    with pytest.warns(UserWarning) as warned:  # the text tower has a final norm, the vision tower has none
+        fold_shortcuts(model)
+    assert len(warned) == 1 and "`last_hidden_state`" in str(warned[0].message)
     with pytest.raises(UserError, match="no decayed shortcuts"):
         shortcut_alphas(model)
 
@@ -462,7 +471,26 @@ def test_blocks_of_the_user():
         fold_shortcuts(decayed)
     decayed = decay_shortcuts(shrink_eps(copy.deepcopy(model)), 0.6, blocks={MyBlock: BRANCHES})
     expected = decayed(tokens)
-    assert_same(fold_shortcuts(decayed)(tokens), expected, 1e-10)
+    with pytest.warns(UserWarning, match="what leaves the last block is .* the same if a norm stands behind that"):
+        folded = fold_shortcuts(decayed)
+    assert_same(folded(tokens), expected, 1e-10)
+
+
+@pytest.mark.parametrize("reader", [nn.Linear(8, 8), nn.BatchNorm1d(5)], ids=["linear", "batch norm"])
+def test_user_blocks_that_read_without_a_norm_are_not_folded(reader):
+    """They decay, but a stock network would read another scale."""
+    model, tokens = own_model(), torch.randn(2, 5, 8, dtype=torch.float64)
+    for block in model[:-1]:
+        block.norm2 = copy.deepcopy(reader).double()
+    groups = {"lr": 1e-3, "blocks": {MyBlock: BRANCHES}}
+    for attempt in (
+        lambda: fold_shortcuts(decay_shortcuts(copy.deepcopy(model), 0.6, blocks={MyBlock: BRANCHES})),
+        lambda: decay_shortcuts(copy.deepcopy(model), 0.6, blocks={MyBlock: BRANCHES}, keep_function=True),
+        lambda: shortcut_parameter_groups(model, 0.6, **groups),
+    ):
+        with pytest.raises(UserError, match="the reader 'norm2' .* is no norm, so it sees the scale of the stream"):
+            attempt()
+    assert decay_shortcuts(model.eval(), 0.6, blocks={MyBlock: BRANCHES})(tokens).shape == tokens.shape
 
 
 class PostNormBlock(MyBlock):
@@ -554,7 +582,7 @@ def optimizer_step(name: str, groups: list[dict]):
 
 
 def trust_ratio_step(groups: list[dict], adaptive: bool):
-    """LARS, or LAMB without momentum: the update has the norm of the weight."""
+    """LARS, or LAMB without momentum: the update of a matrix has the norm of its weight; biases have no trust ratio."""
 
     @torch.no_grad()
     def step():
@@ -566,9 +594,8 @@ def trust_ratio_step(groups: list[dict], adaptive: bool):
                 if adaptive:
                     update = update / (update.abs() + group["eps"])
                 update = update + group["weight_decay"] * parameter
-                norm = update.norm()
-                if norm > 0:
-                    parameter.sub_(update * (group["lr"] * parameter.norm() / norm))
+                trust_ratio = parameter.norm() / update.norm() if parameter.ndim > 1 and update.any() else 1.0
+                parameter.sub_(update * (group["lr"] * trust_ratio))
 
     return step
 
@@ -619,15 +646,15 @@ def test_bad_settings_are_refused(settings, sentence):
         shortcut_alphas(model)
 
 
+def test_functions_take_modules():
+    for function in (fold_shortcuts, remove_decay, shortcut_alphas, decay_shortcuts):
+        with pytest.raises(UserError, match="`model` must be a torch module, got str"):
+            function("facebook/dinov2-base")
+
+
 def bert() -> nn.Module:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     return transformers.BertModel(transformers.BertConfig(vocab_size=30, **sizes))
-
-
-def sit() -> nn.Module:
-    return DecayedSiTTransformer2DModel(
-        sample_size=4, hidden_size=16, num_layers=2, num_attention_heads=2, shortcut_decay=0.6
-    )
 
 
 def shared_blocks() -> nn.Module:
@@ -666,13 +693,11 @@ def cross_attention() -> nn.Module:
         (lambda: decay_shortcuts(build("ViT")[0], 0.6), "ViTModel is decayed already"),
         (bert, r"BertModel normalises after each addition \(BertLayer\)"),
         (own_model, r"Sequential has no blocks of a known family \(ViT, .*`blocks=\{MyBlock"),
-        (sit, "has shortcuts of its own: set `shortcut_decay` in its config"),
         (shared_blocks, "shared modules have no depth"),
         (shared_norms, "shared modules have no depth"),
         (mixed_blocks, "'layers' of ViTModel has blocks of unknown classes: MyBlock"),
         (hooked, "has a replaced `forward`, as with `device_map`"),
         (cross_attention, "has a branch that runs only at times"),
-        (lambda: "facebook/dinov2-base", "`model` must be a torch module, got str"),
     ],
 )
 def test_models_that_cannot_be_decayed(model, sentence):
@@ -715,6 +740,10 @@ def quantise(model: nn.Module) -> None:
     layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
 
 
+def replace_layer(model: nn.Module) -> None:
+    model.layers[1].mlp.fc2 = nn.Sequential(model.layers[1].mlp.fc2)  # as libraries of quantisation and adapters do
+
+
 def offload(model: nn.Module) -> None:
     model.layers[1].mlp.fc2.to("meta")
 
@@ -734,6 +763,7 @@ def tie(model: nn.Module) -> None:
         (offload, "Weights of Linear are sharded, offloaded or quantised"),
         (shard, "Weights of Linear are sharded, offloaded or quantised"),
         (tie, "layers of different depth share weights"),
+        (replace_layer, "Sequential cannot be folded: fold before quantisation, and merge adapters"),
     ],
 )
 def test_weights_that_cannot_be_folded(change, sentence):
@@ -768,7 +798,7 @@ def test_output_without_a_final_norm_is_told():
     decay_shortcuts(shrink_eps(model), 0.6)
     expected = model(**inputs)
     product = math.prod(math.prod(alphas) for alphas in shortcut_alphas(model))
-    with pytest.warns(UserWarning, match=f"`last_hidden_state` of the folded model is {1 / product:.4g} times"):
+    with pytest.warns(UserWarning, match=f"In the folded model `last_hidden_state` is {1 / product:.4g} times"):
         folded = fold_shortcuts(model)
     assert_same(folded(**inputs).last_hidden_state * product, expected.last_hidden_state, 1e-8)
 
@@ -826,6 +856,13 @@ def test_unknown_optimizer_and_decayed_model_have_no_rule():
     model, _ = build("ViT")
     with pytest.raises(UserError, match="`optimizer` must be one of adamw, .*, got 'adafactor'"):
         shortcut_parameter_groups(model, 0.6, "adafactor", lr=1e-3)
+    for rates, sentence in (
+        ({"lr": -1.0}, "`lr` must be a number of at least 0, got -1.0"),
+        ({"lr": "1e-3"}, "`lr` must be a number of at least 0, got '1e-3'"),
+        ({"lr": 1e-3, "weight_decay": math.nan}, "`weight_decay` must be a number of at least 0, got nan"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            shortcut_parameter_groups(model, 0.6, **rates)
     decay_shortcuts(model, 0.6)
     with pytest.raises(UserError, match="decayed already"):
         shortcut_parameter_groups(model, 0.6, lr=1e-3)

@@ -186,6 +186,7 @@ class Family:
     fold_refusal: str = ""
     skip: str = ""  # blocks with this word in their names are not decayed
     raw_output: str = ""  # output that comes from the stream without a final norm
+    final_norm: str = ""  # module that stands behind the blocks in some models of the family: then no output is raw
 
 
 FAMILIES = {
@@ -194,14 +195,14 @@ FAMILIES = {
     "DINOv2": Family({"Dinov2Layer": DINO}),
     "DINOv2 with registers": Family({"Dinov2WithRegistersLayer": DINO}),
     "DINOv3": Family({"DINOv3ViTLayer": DINO}),
-    "CLIP": Family({"CLIPEncoderLayer": CLIP}, raw_output="last_hidden_state"),
+    "CLIP": Family({"CLIPEncoderLayer": CLIP}, raw_output="`last_hidden_state`", final_norm="final_layer_norm"),
     "SigLIP": Family({"SiglipEncoderLayer": CLIP}),
-    "BEiT": Family({"BeitLayer": VIT}, raw_output="last_hidden_state"),
+    "BEiT": Family({"BeitLayer": VIT}, raw_output="`last_hidden_state`", final_norm="layernorm"),
     "ViTMAE": Family({"ViTMAELayer": VIT}, skip="decoder"),  # the paper decays the encoder alone
     "Swin": Family({"SwinLayer": VIT}, staged=True),
     "GPT-2": Family({"GPT2Block": describe_gpt2}),
     "Llama": Family({"LlamaDecoderLayer": LLAMA}),
-    "ConvNeXt": Family({"ConvNextLayer": describe_convnext}, staged=True, raw_output="last_hidden_state"),
+    "ConvNeXt": Family({"ConvNextLayer": describe_convnext}, staged=True, raw_output="`last_hidden_state`"),
     "ResNet": Family(
         {"ResNetBasicLayer": describe_resnet, "ResNetBottleNeckLayer": describe_resnet},
         staged=True,

@@ -7,7 +7,8 @@ the scale of their input (but for their eps), so the last layer of every branch 
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +27,8 @@ from .carrier import (
 )
 from .families import scaled_names
 from .schedule import DecaySettings, running_products
-from .stacks import Stack
+from .stacks import USER_OUTPUT, Stack
 
-
-__all__ = ["fold_shortcuts", "remove_decay"]
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Streams of trained networks have values of some hundreds, and float16 ends at 65504.
@@ -38,32 +37,8 @@ LARGEST_HALF_GROWTH = 64
 FOLDED_KEY = "folded_shortcuts"
 
 
-def remove_decay(model: nn.Module) -> nn.Module:
-    """Gives a decayed model plain shortcuts again, in place; its weights stay, so that it computes something else.
-
-    To keep what the model computes, see [`fold_shortcuts`]. Returns the model.
-    """
-    stacks = require_decay(model)
-    if any(settings.keep_function for _, settings in stacks):
-        raise UserError("The weights were scaled by `keep_function=True`: `fold_shortcuts` scales them back.")
-    require_original_classes(stacks)
-    uninstall(model, stacks)
-    return model
-
-
-def fold_shortcuts(model: nn.Module) -> nn.Module:
-    """Turns a decayed model, in place, into a stock model of the same class whose outputs are the same.
-
-    Weights of the branches are divided by the decay that the stream has passed. Everything behind the final norm is as
-    before, to the precision of the weights and the eps of the norms; hidden states, and last hidden states of models without
-    a final norm, come out divided by the product of the alphas. A model of `decay_shortcuts(..., keep_function=True)` folds
-    exactly. Fold a `copy.deepcopy(model)` to go on training the decayed one.
-
-    Raises `UserError` for models that read their stream without a norm (ResNet, UNet2D), for quantised or sharded
-    weights, unmerged adapters, and if float16 would overflow. Returns the model.
-
-    >>> fold_shortcuts(model).save_pretrained("stock")
-    """
+def fold_stacks(model: nn.Module) -> None:
+    """Folds all decayed stacks of a model, in place."""
     stacks = require_decay(model)
     factors = [checked_factors(stack, settings) for stack, settings in stacks]  # all of them before any weight changes
     require_original_classes(stacks)
@@ -71,7 +46,15 @@ def fold_shortcuts(model: nn.Module) -> nn.Module:
         scale_parameters(stack_factors)
         warn_about_raw_output(stack, settings)
     uninstall(model, stacks)
-    return model
+
+
+def remove_stacks(model: nn.Module) -> None:
+    """Removes the decay of all stacks of a model, in place; the weights stay."""
+    stacks = require_decay(model)
+    if any(settings.keep_function for _, settings in stacks):
+        raise UserError("The weights were scaled by `keep_function=True`: `fold_shortcuts` scales them back.")
+    require_original_classes(stacks)
+    uninstall(model, stacks)
 
 
 def require_decay(model: nn.Module) -> list[tuple[Stack, DecaySettings]]:
@@ -112,11 +95,12 @@ def warn_about_raw_output(stack: Stack, settings: DecaySettings) -> None:
     if stack.raw_output and not settings.keep_function:
         *_, (_, _, _, _, product) = running_products(stack.blocks, settings_alphas(stack, settings))
         if product != 1:
-            warnings.warn(
-                f"`{stack.raw_output}` of the folded model is {1 / product:.4g} times that of the decayed one: no norm "
-                "stands behind its blocks. Pooled and projected outputs are the same.",
-                stacklevel=3,
-            )
+            text = f"In the folded model {stack.raw_output} is {1 / product:.4g} times that of the decayed one"
+            if stack.raw_output == USER_OUTPUT:
+                text += ": its outputs are the same if a norm stands behind that."
+            else:
+                text += ": no norm stands behind its blocks. Pooled and projected outputs are the same."
+            warnings.warn(text, stacklevel=4)
 
 
 def checked_factors(stack: Stack, settings: DecaySettings) -> list[tuple[nn.Parameter, float]]:
@@ -127,7 +111,7 @@ def checked_factors(stack: Stack, settings: DecaySettings) -> list[tuple[nn.Para
 
 
 @torch.no_grad()
-def scale_parameters(factors: list[tuple[nn.Parameter, float]], inverse: bool = False) -> None:
+def scale_parameters(factors: Sequence[tuple[torch.Tensor, float]], inverse: bool = False) -> None:
     for parameter, factor in factors:
         parameter.mul_(1 / factor if inverse else factor)
 
@@ -147,7 +131,7 @@ def folding_factors(
             yield stack.modules[index].get_submodule(layer_name).weight, before
 
 
-def check_folding(stack: Stack, factors: list[tuple[nn.Parameter, float]]) -> None:
+def check_folding(stack: Stack, factors: Sequence[tuple[torch.Tensor, float]]) -> None:
     """Raises before anything is changed."""
     if stack.fold_refusal:
         raise UserError(f"The decay cannot become stock weights: {stack.fold_refusal}.")
@@ -178,7 +162,10 @@ def check_layer(layer: nn.Module) -> None:
     """Accepts plain layers with weights in ordinary tensors."""
     name = type(layer).__name__
     if not isinstance(layer, (nn.Linear, nn.Conv2d)) and name != "Conv1D":
-        raise UserError(f"{name} cannot be folded: merge adapters, or restore the layers that were replaced, first.")
+        raise UserError(
+            f"{type(layer).__module__}.{name} cannot be folded: fold before quantisation, and merge adapters or restore "
+            "layers that were replaced first."
+        )
     for parameter in layer.parameters():
         if parameter.is_meta or parameter.numel() == 0 or type(parameter.data) is not torch.Tensor:
             raise UserError(f"Weights of {name} are sharded, offloaded or quantised: gather them before folding.")
@@ -210,7 +197,8 @@ class FoldedSaving:
         if kwargs.get("state_dict") is not None:
             kwargs["state_dict"] = scale_state_dict(self, stacks, kwargs["state_dict"], fold=True)
             return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        folded = fold_shortcuts(copy.deepcopy(self))  # type: ignore[type-var]
+        folded: Any = copy.deepcopy(self)
+        fold_stacks(folded)
         folded._register_state_dict_hook(add_folded_key)
         return folded.save_pretrained(save_directory, *args, **kwargs)
 

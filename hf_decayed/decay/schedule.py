@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 from ..errors import UserError
 from ..models.shortcut_decay import EFFECTIVE_DECAY_TARGET, SCHEDULES, shortcut_factors
@@ -28,8 +29,8 @@ class DecaySettings:
 
 
 def check_choices(shortcut_decay: float | str, schedule: str, granularity: str, scope: str) -> None:
-    if shortcut_decay != "auto":
-        check_value(shortcut_decay)
+    if not (isinstance(shortcut_decay, str) and shortcut_decay == "auto"):
+        check_value(shortcut_decay, "a number or 'auto'")
     if schedule not in SCHEDULES:
         raise UserError(f"`schedule` must be one of {', '.join(sorted(SCHEDULES))}, got {schedule!r}.")
     if granularity not in ("sublayer", "layer"):
@@ -38,12 +39,14 @@ def check_choices(shortcut_decay: float | str, schedule: str, granularity: str, 
         raise UserError(f"`scope` must be 'both', 'attention' or 'mlp', got {scope!r}.")
 
 
-def check_value(shortcut_decay: object) -> None:
-    if isinstance(shortcut_decay, bool) or not isinstance(shortcut_decay, (int, float)):
-        raise UserError(f"`shortcut_decay` must be a number or 'auto', got {shortcut_decay!r}.")
+def check_value(shortcut_decay: object, expected: str = "a number") -> None:
+    if isinstance(shortcut_decay, bool) or not isinstance(
+        shortcut_decay, Real
+    ):  # floats of numpy are real numbers too
+        raise UserError(f"`shortcut_decay` must be {expected}, got {shortcut_decay!r}.")
     if shortcut_decay == 0:
         raise UserError("`shortcut_decay` must be above 0 here: the stream is divided by it. A small value works.")
-    if not 0 < shortcut_decay <= 1:
+    if not 0 < float(shortcut_decay) <= 1:
         raise UserError(f"`shortcut_decay` must lie in (0, 1], got {shortcut_decay}.")
 
 

@@ -1,16 +1,16 @@
-"""`decay_shortcuts`: decayed identity shortcuts in models of transformers, diffusers, and of the user."""
+"""`decay_shortcuts`: decayed identity shortcuts in models of transformers, diffusers, this package and the user."""
 
 from torch import nn
 
 from ..errors import UserError
 from .carrier import decayed_stacks, install, settings_alphas, update
-from .families import has_module
-from .folding import checked_factors, install_saving, require_decay, scale_parameters
+from .folding import checked_factors, fold_stacks, install_saving, remove_stacks, require_decay, scale_parameters
+from .own_models import decay_own_model, find_own_model, fold_own_model, require_own_stack, set_own_decay
 from .schedule import DecaySettings, check_choices, check_value, resolve_decay
-from .stacks import find_stack
+from .stacks import find_part, find_stack
 
 
-__all__ = ["decay_shortcuts", "set_shortcut_decay", "shortcut_alphas"]
+__all__ = ["decay_shortcuts", "fold_shortcuts", "remove_decay", "set_shortcut_decay", "shortcut_alphas"]
 
 
 def decay_shortcuts(
@@ -32,7 +32,8 @@ def decay_shortcuts(
     Args:
         model (`nn.Module`):
             A model of transformers (ViT, DeiT, DINOv2, DINOv3, CLIP and SigLIP towers, BEiT, ViTMAE, Swin, GPT-2, Llama,
-            ConvNeXt, ResNet) or diffusers (DiT, PixArt, SD3, Flux, UNet2D), alone or in a larger model.
+            ConvNeXt, ResNet) or diffusers (DiT, PixArt, SD3, Flux, UNet2D), alone or in a larger model; or one of this
+            package (MAE, SiT, U-ViT, ResNet) that has no decay yet, whose config then says what it is.
         shortcut_decay (`float` or `"auto"`, defaults to `"auto"`):
             Alpha of the last addition, in (0, 1]. `"auto"` makes the product of all alphas 3e-3.
         schedule (`str`, defaults to `"linear"`): `linear`, `cosine` or `constant`.
@@ -53,9 +54,13 @@ def decay_shortcuts(
 
     >>> model = decay_shortcuts(AutoModel.from_pretrained("facebook/dinov2-base"), 0.6)
     """
-    if not isinstance(model, nn.Module):
-        raise UserError(f"`model` must be a torch module, got {type(model).__name__}.")
     check_choices(shortcut_decay, schedule, granularity, scope)
+    own_model = find_own_model(find_part(model, part))
+    if own_model is not None:
+        if blocks is not None:
+            raise UserError(f"`blocks` is for blocks that are not known; those of {type(own_model).__name__} are.")
+        decay_own_model(own_model, shortcut_decay, schedule, granularity, scope, keep_function)
+        return model
     if decayed_stacks(find_part(model, part)):
         raise UserError(
             f"{type(model).__name__} is decayed already: use `set_shortcut_decay`, or `remove_decay` first."
@@ -79,11 +84,39 @@ def decay_shortcuts(
     return model
 
 
-def find_part(model: nn.Module, part: str) -> nn.Module:
-    if not has_module(model, part):
-        names = ", ".join(name for name, _ in model.named_children())
-        raise UserError(f"{type(model).__name__} has no `part` '{part}'; its own are: {names}.")
-    return model.get_submodule(part)
+def fold_shortcuts(model: nn.Module) -> nn.Module:
+    """Turns a decayed model, in place, into a stock model of the same class whose outputs are the same.
+
+    Weights of the branches are divided by the decay that the stream has passed. Everything behind the final norm is as
+    before, to the precision of the weights and the eps of the norms; hidden states, and last hidden states of models without
+    a final norm, come out divided by the product of the alphas. A model of `decay_shortcuts(..., keep_function=True)` folds
+    exactly. SiT and U-ViT of this package become networks with `shortcut_decay=1.0`; for encoders with skips or without a
+    final norm see [`stock_model`]. Fold a `copy.deepcopy(model)` to go on training the decayed one.
+
+    Raises `UserError` for models that read their stream without a norm (ResNet, UNet2D), for quantised or sharded
+    weights, unmerged adapters, and if float16 would overflow. Returns the model.
+
+    >>> fold_shortcuts(model).save_pretrained("stock")
+    """
+    own_model = find_own_model(find_part(model))
+    if own_model is not None:
+        fold_own_model(own_model)
+    else:
+        fold_stacks(model)
+    return model
+
+
+def remove_decay(model: nn.Module) -> nn.Module:
+    """Gives a decayed model plain shortcuts again, in place; its weights stay, so that it computes something else.
+
+    To keep what the model computes, see [`fold_shortcuts`]. Returns the model.
+    """
+    own_model = find_own_model(find_part(model))
+    if own_model is not None:
+        set_own_decay(own_model, 1.0)
+    else:
+        remove_stacks(model)
+    return model
 
 
 def set_shortcut_decay(model: nn.Module, value: float) -> None:
@@ -92,6 +125,10 @@ def set_shortcut_decay(model: nn.Module, value: float) -> None:
     A compiled model is compiled again for new values.
     """
     check_value(value)
+    own_model = find_own_model(find_part(model))
+    if own_model is not None:
+        set_own_decay(own_model, float(value))
+        return
     for stack, settings in require_decay(model):
         if settings.keep_function:
             raise UserError("With `keep_function=True` the weights depend on the decay: it cannot be changed.")
@@ -101,5 +138,8 @@ def set_shortcut_decay(model: nn.Module, value: float) -> None:
 
 def shortcut_alphas(model: nn.Module) -> list[tuple[float, ...]]:
     """Alphas of every block of a decayed model, first block first, one for each of its additions."""
+    own_model = find_own_model(find_part(model))
+    if own_model is not None:
+        return [tuple(alphas) for alphas in require_own_stack(own_model).alphas]
     stacks = require_decay(model)
     return [tuple(alphas) for stack, settings in stacks for alphas in settings_alphas(stack, settings)]

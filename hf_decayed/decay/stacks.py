@@ -21,6 +21,8 @@ from .families import (
 )
 
 
+# Only the user knows whether a norm stands behind the last of these blocks.
+USER_OUTPUT = "what leaves the last block"
 UNET_REFUSAL = "the skips and resampling layers of a UNet read its stream without a norm"
 UNET_PARTS = ("DownBlock2D", "AttnDownBlock2D", "UNetMidBlock2D", "UpBlock2D", "AttnUpBlock2D")
 
@@ -44,7 +46,6 @@ def find_stack(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]] | Non
         blocks (`dict`, *optional*): Branches of the user's block classes, `(reader, adder)` or
             `(reader, adder, output_layer)`.
     """
-    refuse_own_models(model)
     if blocks is not None:
         stack = find_user_blocks(model, blocks)
     elif any(library_class(module) == "UNet2DModel" for module in model.modules()):
@@ -55,13 +56,14 @@ def find_stack(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]] | Non
     return stack
 
 
-def refuse_own_models(model: nn.Module) -> None:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if "shortcut_decay" in config if isinstance(config, dict) else hasattr(config, "shortcut_decay"):
-            raise UserError(
-                f"{type(module).__name__} has shortcuts of its own: set `shortcut_decay` in its config instead."
-            )
+def find_part(model: nn.Module, part: str = "") -> nn.Module:
+    """The submodule of this name; the model itself without one."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"`model` must be a torch module, got {type(model).__name__}.")
+    if not has_module(model, part):
+        names = ", ".join(name for name, _ in model.named_children())
+        raise UserError(f"{type(model).__name__} has no `part` '{part}'; its own are: {names}.")
+    return model.get_submodule(part)
 
 
 def library_class(module: nn.Module) -> str | None:
@@ -93,13 +95,21 @@ def find_family_blocks(model: nn.Module) -> Stack:
             raise UserError(
                 f"'{parent}' of {type(model).__name__} has blocks of unknown classes: {', '.join(strangers)}."
             )
-    stack = Stack([], [], family.fold_refusal or hidden_states_refusal(model), family.raw_output)
+    raw_output = "" if has_final_norm(model, family.final_norm) else family.raw_output
+    stack = Stack([], [], family.fold_refusal or hidden_states_refusal(model), raw_output)
     for block_name, module in named:
         block = family.describe[type(module).__name__](module)
         stage = parents.index(block_name.rpartition(".")[0]) if family.staged else 0
         stack.modules.append(module)
         stack.blocks.append(Block(block.steps, block.stream_outputs, stage))
     return stack
+
+
+def has_final_norm(model: nn.Module, final_norm: str) -> bool:
+    return any(
+        name.rpartition(".")[2] == final_norm and "pooler" not in name and not isinstance(module, nn.Identity)
+        for name, module in model.named_modules()
+    )
 
 
 def hidden_states_refusal(model: nn.Module) -> str:
@@ -165,9 +175,23 @@ def find_user_blocks(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]]
     if missing := [block_class.__name__ for block_class in described if block_class not in map(type, modules)]:
         raise UserError(f"{type(model).__name__} has no block of class {', '.join(missing)}, which `blocks` names.")
     stack = Stack(modules, [described[type(module)] for module in modules], is_unchecked=True)
+    stack.raw_output = USER_OUTPUT
     if any(not branch.output_layers for block in stack.blocks for step in block.steps for branch in step):
         stack.fold_refusal = '`blocks` names no output layers; add them, as in `("norm1", "attn", "attn.proj")`'
+    elif reader := next(readers_without_norm(stack), None):
+        stack.fold_refusal = f"the reader {reader} is no norm, so it sees the scale of the stream"
     return stack
+
+
+def readers_without_norm(stack: Stack) -> Iterator[str]:
+    """Readers whose output depends on the scale of their input, as far as their classes tell. Batch norms have a fixed scale."""
+    for module, block in zip(stack.modules, stack.blocks):
+        for step in block.steps:
+            for branch in step:
+                if branch.reader and has_module(module, branch.reader):
+                    name = type(module.get_submodule(branch.reader)).__name__
+                    if "norm" not in name.lower() or "batch" in name.lower():
+                        yield f"'{branch.reader}' ({name})"
 
 
 def describe_user_block(block_class: type, pairs: list[tuple[str, ...]]) -> Block:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -11,19 +11,14 @@ from torch import nn
 from ..data.datasets import EvaluationDataset
 from ..data.shards import Encoder, encode_dataset
 from ..decay.carrier import decayed_stacks, settings_alphas
-from ..decay.families import VIT, Block, describe_resnet
+from ..decay.families import Block
+from ..decay.own_models import own_stack
 from ..decay.schedule import DecaySettings, running_products
 from ..decay.stacks import Stack, find_stack
 from ..errors import UserError
 from .features import transformer_encoder
 
 
-# Blocks of this package's encoders by class name, with the attributes that hold their alphas.
-OWN_BLOCKS: dict[str, tuple[Callable[[nn.Module], Block], tuple[str, ...]]] = {
-    "DecayedViTMAELayer": (VIT, ("attention_alpha", "mlp_alpha")),
-    "DecayedResNetBasicLayer": (describe_resnet, ("alpha",)),
-    "DecayedResNetBottleNeckLayer": (describe_resnet, ("alpha",)),
-}
 RESNET_BRANCH = "layer"  # module of a ResNet block whose output is added to that of its `shortcut`
 
 
@@ -51,33 +46,14 @@ def find_shortcuts(model: nn.Module) -> Shortcuts | None:
     if decayed:
         stack, settings = decayed[0]
         return Shortcuts(stack, settings_alphas(stack, settings), settings)
-    own = own_shortcuts(model)
+    own = own_stack(model)
     if own is not None:
-        return own
+        return Shortcuts(own, own.alphas)
     try:
         stack = find_stack(model)
     except UserError:
         return None
     return Shortcuts(stack, [[1.0] * len(block.steps) for block in stack.blocks])
-
-
-def own_shortcuts(model: nn.Module) -> Shortcuts | None:
-    """The additions of this package's encoders, which hold their alphas themselves, learned ones included."""
-    named = [
-        (name.rpartition(".")[0], module)
-        for name, module in model.named_modules()
-        if type(module).__name__ in OWN_BLOCKS and "decoder" not in name
-    ]
-    if not named:
-        return None
-    parents = list(dict.fromkeys(parent for parent, _ in named))
-    shortcuts = Shortcuts(Stack([], []), [])
-    for parent, module in named:
-        describe, names = OWN_BLOCKS[type(module).__name__]
-        shortcuts.stack.modules.append(module)
-        shortcuts.stack.blocks.append(replace(describe(module), stage=parents.index(parent)))
-        shortcuts.alphas.append([torch.as_tensor(getattr(module, name), dtype=torch.float64).item() for name in names])
-    return shortcuts
 
 
 def norm_encoder(model: nn.Module, shortcuts: Shortcuts) -> Encoder:
