@@ -185,7 +185,7 @@ def test_training_prints_the_numbers_that_the_command_gives_for_its_model(tmp_pa
     command = [sys.executable, str(script), *flags, "--output_dir", str(folder)]
     trained = subprocess.run(command, capture_output=True, text=True)
     assert trained.returncode == 0, trained.stderr[-2000:]
-    assert "segmentation, patches" in trained.stdout and "position of a patch" in trained.stdout
+    assert "segmentation by patches" in trained.stdout and "position of a patch" in trained.stdout
     assert (folder / "patches.png").stat().st_size > 5000
     output = tmp_path / "results.json"
     flags = ["--metrics", "segmentation,where", "--dense_images", "200", "--cpu_threads", "1", "--output", str(output)]

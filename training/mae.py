@@ -48,6 +48,15 @@ from hf_decayed.run.optimization import equivalent_groups, set_shortcut_progress
 
 # Token norms of a healthy encoder stay near the square root of its width; this many times that is the known failure.
 DIVERGED_NORM = 30.0
+# Metrics that are printed at the end, with their titles.
+SUMMARY = {
+    "knn_accuracy": "kNN accuracy (%)",
+    "knn_accuracy_cls": "kNN accuracy, class token (%)",
+    "cluster_miou": "segmentation by patches (%)",
+    "patch_accuracy": "class of a patch (%)",
+    "position_accuracy": "position of a patch (%)",
+    "effective_rank": "effective rank",
+}
 
 
 def parse_arguments(arguments=None):
@@ -100,6 +109,13 @@ def parse_arguments(arguments=None):
     running = add_run_arguments(parser, "kNN, rank, skip ablation and pictures")
     running.add_argument("--eval_train_samples", type=positive_int, default=10000, help="size of the kNN bank")
     running.add_argument("--eval_test_samples", type=positive_int, default=5000)
+    running.add_argument(
+        "--compare",
+        nargs="*",
+        default=[],
+        metavar="MODEL",
+        help="checkpoints, folders or repositories, that are evaluated beside the result, on the same images",
+    )
 
     options, recipe = parser.parse(arguments)
     # A checkpoint says itself what the model is: then only the command line changes it.
@@ -125,6 +141,7 @@ def main():
     # Model.
     model = build_model(options, slow_sdpa=run.device.type == "cpu" and run.accelerator.mixed_precision == "bf16")
     config = model.config
+    others = load_compared_models(options.compare, config)
     if options.decay_warmup and (config.residual_form != "decay" or config.shortcut_schedule == "learned"):
         raise UserError(
             "--decay_warmup needs residual_form 'decay' and a shortcut_schedule that is not learned, got "
@@ -190,10 +207,14 @@ def main():
     # End.
     run.save(evaluated)
     measured = run.evaluate(monitor, evaluated, "reconstructions")
+    compared = {
+        name: {**monitor.evaluate(other), **patch_monitor.evaluate(other, name)} for name, other in others.items()
+    }
     patches = run.evaluate(patch_monitor, evaluated, "patches")
     results = run.results(
         {
             "knn_accuracy": measured.get("knn_accuracy"),
+            "knn_accuracy_cls": measured.get("knn_accuracy_cls"),
             "knn_accuracy_pixels": monitor.evaluate_pixels(),
             "knn_accuracy_untrained": untrained.get("knn_accuracy"),
             "effective_rank": measured["effective_rank"],
@@ -201,6 +222,7 @@ def main():
             **patches,
             "skip_use": {name.removeprefix("skip_use_"): measured[name] for name in measured if "skip_use" in name},
             "started_from": options.init_from and Path(options.init_from).name,
+            **({"compared": compared} if compared else {}),
             **({"kept_function": True} if options.keep_function else {}),
             "dataset": {
                 "name": splits.name,
@@ -227,6 +249,21 @@ def build_model(options, slow_sdpa: bool) -> DecayedViTMAEForPreTraining:
     make_config = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size
     config = make_config(options.size, **options.fields)
     return DecayedViTMAEForPreTraining._from_config(config, attn_implementation=attention)
+
+
+def load_compared_models(sources: list[str], config) -> dict[str, DecayedViTMAEForPreTraining]:
+    """The checkpoints of --compare by the name of their folder; they must take the images of this run."""
+    models = {}
+    for source in sources:
+        with explain_loading_errors(source):
+            model = DecayedViTMAEForPreTraining.from_pretrained(source)
+        for field in ("image_size", "num_channels"):
+            if getattr(model.config, field) != getattr(config, field):
+                raise UserError(
+                    f"--compare: '{source}' has {field} {getattr(model.config, field)}, this run {getattr(config, field)}."
+                )
+        models[Path(source).name] = model
+    return models
 
 
 def decayed_rates(model, equivalent_decay: float | str, weight_decay: float) -> list[dict]:
@@ -269,32 +306,21 @@ def check_norm(norm: float, config, step: int) -> float:
 
 
 def summary(results: dict) -> str:
-    def percent(value):
-        return "none (no labels)" if value is None else f"{100 * value:.1f} %"
-
-    patch_metrics = {
-        "cluster_miou": "segmentation, patches",
-        "patch_accuracy": "class of a patch",
-        "position_accuracy": "position of a patch",
-    }
-    patches = [
-        f"{label:25}{percent(results[name])} (raw pixels {percent(results[f'{name}_pixels'])})"
-        for name, label in patch_metrics.items()
-        if name in results
-    ]
+    """Metrics of the run beside those of the models of --compare, of the untrained network and of raw pixels."""
+    pixels, untrained = ({name: results.get(f"{name}_{kind}") for name in SUMMARY} for kind in ("pixels", "untrained"))
+    columns = {"this run": results, **results.get("compared", {}), "untrained": untrained, "raw pixels": pixels}
+    lines = [" " * 31 + "".join(f"  {label:>12}" for label in columns)]
+    for name, title in SUMMARY.items():
+        line = f"{title:31}"
+        for label, metrics in columns.items():
+            value = metrics.get(name)
+            number = "" if value is None else f"{value:.3f}" if name == "effective_rank" else f"{100 * value:.1f}"
+            line += f"  {number:>{max(12, len(label))}}"
+        lines.append(line.rstrip())
     skips = ", ".join(f"{increase:+.4f} (layer {layer})" for layer, increase in results["skip_use"].items())
-    return "\n".join(
-        [
-            f"loss                     {results['loss']:.4f}",
-            f"knn_accuracy             {percent(results['knn_accuracy'])}",
-            f"knn_accuracy_untrained   {percent(results['knn_accuracy_untrained'])}",
-            f"knn_accuracy_pixels      {percent(results['knn_accuracy_pixels'])}",
-            f"effective_rank           {results['effective_rank']:.3f} (untrained {results['effective_rank_untrained']:.3f})",
-            *patches,
-            f"loss without a skip      {skips or 'none (no skips)'}",
-            f"time                     {results['seconds']:.0f} s, {results['steps']} steps",
-        ]
-    )
+    lines.append(f"loss {results['loss']:.4f}; its rise without a skip: {skips or 'none (no skips)'}")
+    lines.append(f"{results['steps']} steps in {results['seconds']:.0f} s")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import numpy as np
 
 
 Groups = dict[str, list[dict]]  # records by the name of the run, one for each seed
+# Metrics of the mean of the tokens that a grid may ask for, with the titles of their columns.
+EXTRA_METRICS = {"knn_whitened_accuracy": "kNN, whitened (%)", "invariance_accuracy": "invariance (%)"}
 
 
 def format_tables(records: list[dict]) -> str:
@@ -67,13 +69,16 @@ def feature_table(groups: Groups) -> str:
     first = next(iter(groups.values()))[0]
     has_patches = "position_accuracy" in first["results"]  # records of earlier versions have none
     columns += ["segmentation, mIoU (%)", "position (%)"] if has_patches else []
+    extra_metrics = [metric for metric in EXTRA_METRICS if metric in first["evaluation"]["last.mean"]]
+    columns += [EXTRA_METRICS[metric] for metric in extra_metrics]
     columns += ["norm", "deepest skip", "TFLOP"]
-    rows = [feature_cells(name, records, has_patches) for name, records in groups.items()]
+    rows = [feature_cells(name, records, has_patches, extra_metrics) for name, records in groups.items()]
     pixels = first["evaluation"].get("pixels", {})
     knn, linear, rank = (pixels.get(metric) for metric in ("knn_accuracy", "linear_accuracy", "effective_rank"))
     cells = ["raw pixels", "", "", "", mean_and_range([knn], percent=True), "", ""]
     cells += [mean_and_range([linear], percent=True), "", mean_and_range([rank]), ""]
     cells += patch_cells([first], "_pixels") if has_patches else []
+    cells += [mean_and_range([pixels.get(metric)], percent=True) for metric in extra_metrics]
     rows.append(cells + [""] * (len(columns) - len(cells)))
     lines = [*markdown_table(columns, rows), ""]
     untrained = {
@@ -94,11 +99,16 @@ def feature_table(groups: Groups) -> str:
             if has_patches
             else ""
         )
+        + (
+            " Whitened kNN and invariance (the nearest of all other views is of the same image): mean of the tokens."
+            if extra_metrics
+            else ""
+        )
     )
     return "\n".join(lines) + "\n"
 
 
-def feature_cells(name: str, records: list[dict], has_patches: bool) -> list[str]:
+def feature_cells(name: str, records: list[dict], has_patches: bool, extra_metrics: list[str]) -> list[str]:
     evaluations = [record["evaluation"] for record in records]
 
     def measured(metric, percent):
@@ -125,6 +135,10 @@ def feature_cells(name: str, records: list[dict], has_patches: bool) -> list[str
         *measured("linear_accuracy", percent=True),
         *measured("effective_rank", percent=False),
         *(patch_cells(records) if has_patches else []),
+        *(
+            mean_and_range([evaluation["last.mean"].get(metric) for evaluation in evaluations], percent=True)
+            for metric in extra_metrics
+        ),
         mean_and_range([values[-1] for values in norms]),
         mean_and_range(deepest),
         f"{records[0]['training_flops'] / 1e12:.3g}",

@@ -80,6 +80,7 @@ class RepresentationMonitor:
             if self.labelled:
                 bank = encode_dataset(encode, self.bank, self.accelerator, description="features of the bank")
                 metrics["knn_accuracy"] = nearest_neighbours(bank, queries, pooled)
+                metrics["knn_accuracy_cls"] = nearest_neighbours(bank, queries, "last.cls")
             images = self.images.to(self.accelerator.device)
             with self.accelerator.autocast():
                 increases = skip_ablation(model, images, self.noise.to(images.device))
@@ -126,11 +127,11 @@ class PatchMonitor:
             max_images=min(max_eval_samples, DenseMetrics.max_images),
         )
         self.extraction = Extraction(on_bad_image=on_bad_image)
-        self.model: Any = None  # that was evaluated last
+        self.models: dict[str, Any] = {}  # that were evaluated, by their label in the picture
 
-    def evaluate(self, model) -> dict[str, float]:
+    def evaluate(self, model, label: str = "patch features") -> dict[str, float]:
         """Metrics by name; those of the pixels end in `_pixels`."""
-        self.model = model
+        self.models[label] = model
         held_out = self.splits.held_out
         if isinstance(held_out, IterableDataset) or min(len(held_out), self.metrics.max_images) < MIN_PATCH_IMAGES:
             return {}
@@ -147,21 +148,24 @@ class PatchMonitor:
         return {**rows.get("last.patches", {}), **pixels}
 
     def picture(self, path: Path) -> None:
-        """Held-out images, and three components of their patches' features, with one set of colours for all."""
+        """Held-out images, and three components of their patches' features: a row per model, one set of colours in a row."""
         rows = take_subset(self.splits.held_out, PATCH_PICTURE_IMAGES)
-        channels = self.model.config.num_channels
-        images = evaluation_dataset(rows, self.splits, self.processor, channels, self.extraction.on_bad_image)
-        encode = merge_encoders(
-            lambda pixel_values, indices: {"images": pixel_values},
-            transformer_encoder(self.model.vit, ["last.patches"]),
-        )
-        with evaluation_mode(self.model):
-            encoded = encode_dataset(encode, images, self.accelerator, description="patches")
+        colours = {}
+        for label, model in self.models.items():
+            channels = model.config.num_channels
+            images = evaluation_dataset(rows, self.splits, self.processor, channels, self.extraction.on_bad_image)
+            encode = merge_encoders(
+                lambda pixel_values, indices: {"images": pixel_values},
+                transformer_encoder(model.vit, ["last.patches"]),
+            )
+            with evaluation_mode(model):
+                encoded = encode_dataset(encode, images, self.accelerator, description="patches")
+            if self.accelerator.is_main_process:
+                colours[label] = principal_colours(encoded["last.patches"]).numpy()
         if self.accelerator.is_main_process:
-            colours = principal_colours(encoded["last.patches"]).numpy()
             pictures = denormalize(encoded["images"], self.processor).numpy()
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_patch_colours(path, pictures, {"patch features": colours})
+            save_patch_colours(path, pictures, colours)
 
 
 class ClassificationMonitor:
