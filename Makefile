@@ -4,7 +4,7 @@ PYTHON ?= python
 PYTHON3_10 ?= python3.10
 LOWEST ?= build/lowest
 
-.PHONY: style test slow lowest fix-copies docs
+.PHONY: style test slow lowest fix-copies docs site
 
 # Formats the code, then checks it: style, types, spelling, copies, directions of imports.
 style:
@@ -36,3 +36,7 @@ fix-copies:
 # Compares what README, docs and cards show with the JSON files it is made from, and runs their examples.
 docs:
 	$(PYTHON) -m pytest tests/test_readme.py tests/test_cards.py tests/test_checkpoints.py tests/test_generation.py
+
+# The documentation as a site in build/site (extra `docs`); a broken link is an error.
+site:
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
