@@ -261,8 +261,8 @@ def add_card(commands):
         description="Writes README.md of a folder: what the model is, how to use it, how it was trained (results.json), what "
         "was measured (results/*.json, from `hf-decayed evaluate`), limits, licence, citation, and metadata for the Hub. "
         "What only you can say, write in about.md beside it.",
-        epilog="example:\n  hf-decayed evaluate outputs/mae --output outputs/mae/results/fashion_mnist.json\n  hf-decayed card "
-        "outputs/mae --repo_id user/decayed-mae --license apache-2.0",
+        epilog="examples:\n  hf-decayed evaluate outputs/mae --output outputs/mae/results/fashion_mnist.json\n  hf-decayed card "
+        "outputs/mae --repo_id user/decayed-mae --license apache-2.0\n  hf-decayed card outputs/mae --stock",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="MODEL_DIR", help="folder of a model or a pipeline")
@@ -273,13 +273,25 @@ def add_card(commands):
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a card that was written by hand or by convert"
     )
+    parser.add_argument(
+        "--stock",
+        action="store_true",
+        help="first write the folder `stock`, or write it anew: the same encoder or classifier as a class of transformers, "
+        "which loads without trust_remote_code",
+    )
     parser.set_defaults(run=run_card)
 
 
 def run_card(options) -> str:
     from .hub.cards import write_card
 
-    return f"written: {write_card(options.folder, options.repo_id, options.licence, options.overwrite)}"
+    stock = ""
+    if options.stock:
+        from .hub.stock import renew_stock_folder
+
+        difference = renew_stock_folder(options.folder)
+        stock = f", and 'stock', which loads without any code of ours (largest difference {difference:.1e})"
+    return f"written: {write_card(options.folder, options.repo_id, options.licence, options.overwrite)}{stock}"
 
 
 def add_publish(commands):
@@ -308,7 +320,8 @@ def add_publish(commands):
     parser.add_argument(
         "--stock",
         action="store_true",
-        help="add the folder `stock`: the same network as a class of transformers, without trust_remote_code",
+        help="add the folder `stock`: the same encoder or classifier as a class of transformers, which loads without "
+        "trust_remote_code",
     )
     parser.set_defaults(run=run_publish)
 

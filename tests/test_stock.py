@@ -142,6 +142,25 @@ def test_a_stock_folder_with_other_weights_is_replaced(tmp_path, pixel_values):
     torch.testing.assert_close(tokens(loaded, pixel_values), tokens(model.vit, pixel_values), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_card_with_stock_folder(tmp_path, pixel_values, capsys):
+    """Of a plain autoencoder the encoder, which sees whole images; an older folder is replaced."""
+    model = random_weights(DecayedViTMAEForPreTraining(DecayedViTMAEConfig.plain(**TINY_SIZES)))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "stock").mkdir()
+    (tmp_path / "stock" / "old.json").write_text("{}")
+    assert main(["card", str(tmp_path), "--license", "apache-2.0", "--repo_id", "user/model", "--stock"]) == 0
+    assert "and 'stock', which loads without any code of ours (largest difference" in capsys.readouterr().out
+    assert not (tmp_path / "stock" / "old.json").exists()
+    loaded = AutoModel.from_pretrained(tmp_path, subfolder="stock")
+    assert type(loaded) is ViTModel
+    torch.testing.assert_close(tokens(loaded, pixel_values), tokens(model.vit, pixel_values), rtol=1e-4, atol=1e-4)
+    assert 'AutoModel.from_pretrained("user/model", subfolder="stock")' in (tmp_path / "README.md").read_text()
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert main(["card", str(tmp_path), "--stock"]) == 2
+    assert "preprocessor_config.json' is missing" in capsys.readouterr().err and (tmp_path / "stock").exists()
+
+
 def test_a_card_by_hand_gets_one_section(tmp_path):
     stock_model(DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES))).save_pretrained(tmp_path / "stock")
     (tmp_path / "README.md").write_text("# A model\n")

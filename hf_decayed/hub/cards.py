@@ -148,8 +148,8 @@ def stock_usage(folder: Path, name: str) -> str:
         return ""
     loader, class_name = stock_loader(config), config["architectures"][0]
     return (
-        f"The folder `{STOCK_FOLDER}` holds the same network as transformers' `{class_name}`, with the decay folded into its "
-        "weights. It needs none of that code:\n\n```python\n"
+        f"The folder `{STOCK_FOLDER}` holds the same {'classifier' if 'Classification' in class_name else 'encoder'} as "
+        f"transformers' `{class_name}`, with any decay folded into its weights. It needs none of that code:\n\n```python\n"
         f"from transformers import {loader}\n\n"
         f'model = {loader}.from_pretrained("{name}", subfolder="{STOCK_FOLDER}")\n```'
     )
@@ -158,10 +158,7 @@ def stock_usage(folder: Path, name: str) -> str:
 def stock_loader(config: dict) -> str:
     """The Auto class that loads a stock config as the class that it names."""
     name = config["architectures"][0]
-    for head in ("ForPreTraining", "ForImageClassification"):
-        if name.endswith(head):
-            return f"AutoModel{head}"
-    return "AutoModel"
+    return "AutoModelForImageClassification" if name.endswith("ForImageClassification") else "AutoModel"
 
 
 def trained_on(results: dict) -> str:

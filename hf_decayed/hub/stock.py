@@ -2,6 +2,7 @@
 
 import importlib
 import shutil
+import tempfile
 from pathlib import Path
 
 from ..decay.stock import stock_model
@@ -30,23 +31,50 @@ def add_stock_model(source: Path, staged: Path, folder: Path, repo_id: str) -> f
 
     The card gets lines that load it. `folder` is for temporary files.
     """
+    difference = write_stock_folder(source, staged / STOCK_FOLDER, folder)
+    add_to_card(staged, repo_id)
+    return difference
+
+
+def renew_stock_folder(model_dir: str | Path) -> float:
+    """Writes `stock/` beside the weights of a model; returns the largest difference to the model's own output.
+
+    A folder that is there already is replaced, once the new one is proved.
+    """
+    source = Path(model_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / STOCK_FOLDER
+        difference = write_stock_folder(source, target, Path(folder))
+        if (source / STOCK_FOLDER).exists():
+            shutil.rmtree(source / STOCK_FOLDER)
+        shutil.copytree(target, source / STOCK_FOLDER)
+    return difference
+
+
+def write_stock_folder(source: Path, target: Path, folder: Path) -> float:
+    """Writes the stock form of a model and its image processor, and loads it in a process that has only transformers.
+
+    Of an autoencoder the encoder is written, because `AutoModel` gives features with it: transformers' ViTMAE would
+    mask three of four patches.
+    """
     content = read_model_folder(source)
     model = load_own_model(source, content)
+    model = getattr(model, "vit", model) if content.class_name.endswith("ForPreTraining") else model
     try:
         stock = stock_model(model)
     except UserError as error:
         raise PublishingError(str(error)) from error
-    target = staged / STOCK_FOLDER
     if target.exists():  # of an earlier publication, perhaps of other weights
         shutil.rmtree(target)
     stock.save_pretrained(target)
-    shutil.copyfile(staged / "preprocessor_config.json", target / "preprocessor_config.json")
-    add_to_card(staged, repo_id)
+    processor = source / "preprocessor_config.json"
+    if not processor.exists():
+        raise PublishingError(f"'{processor}' is missing, which says how images are prepared: save the model again.")
+    shutil.copyfile(processor, target / processor.name)
     loader = stock_loader(read_json(target / "config.json"))
     outputs = run_without_package(stock_output, LOADING_SCRIPT, target, folder, [loader])
-    expected = getattr(model, "vit", model) if loader == "AutoModel" else model
     # The eps of the norms is the only approximation, and rounding is that of a network with other weights.
-    return compare_outputs({loader: stock_output(expected)}, outputs, source, tolerance=1e-4)
+    return compare_outputs({loader: stock_output(model)}, outputs, source, tolerance=1e-4)
 
 
 def add_to_card(staged: Path, repo_id: str) -> None:
@@ -67,16 +95,13 @@ def load_own_model(source: Path, content: ModelFolder):
 
 
 def stock_output(loaded):
-    """Tokens of an encoder, logits of the others, for fixed images and noise; its source text is sent to another process."""
+    """Tokens of an encoder, logits of a classifier, for fixed images; its source text is sent to another process."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     size = loaded.config.image_size
     size = size if isinstance(size, (list, tuple)) else (size, size)
     images = torch.randn(2, loaded.config.num_channels, *size, generator=generator)
-    arguments = {}
-    if hasattr(loaded, "decoder"):
-        arguments["noise"] = torch.rand(2, loaded.decoder.decoder_pos_embed.shape[1] - 1, generator=generator)
     with torch.no_grad():
-        outputs = loaded.eval()(images, **arguments)
+        outputs = loaded.eval()(images)
     return (outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state).float()
