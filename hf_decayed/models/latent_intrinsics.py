@@ -116,7 +116,7 @@ def check_channels(block_out_channels: Sequence[int], layers_per_block: Sequence
         )
     for channels, layers in zip(block_out_channels, layers_per_block):
         check_integer("block_out_channels", channels, 4)
-        check_integer("layers_per_block", layers, 1)
+        check_integer("layers_per_block", layers, 1, 10_000)
         if channels % 4 != 0:
             raise ValueError(f"`block_out_channels` must be divisible by 4, got {channels}.")
 

@@ -8,11 +8,12 @@ Config and model are one file, and the encoder is always a class of transformers
 this file alone can load it. `hf_decayed.stock_model` makes such an encoder of a masked autoencoder with decayed shortcuts.
 """
 
+import dataclasses
+import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,23 @@ from transformers.utils import ModelOutput
 
 
 __all__ = ["HierarchicalLatentConfig", "HierarchicalLatentEncoder"]
+
+
+# Copied from hf_decayed.models.unet_decayed_uvit.check_integer
+def check_integer(name: str, value: int, low: int, high: int = 2**20) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"`{name}` must be an integer in [{low}, {high}], got {value!r}.")
+
+
+# Copied from hf_decayed.models.unet_decayed_uvit.check_field_names
+def check_field_names(fields: dict, known: Collection[str], misspelt_only: bool = False) -> None:
+    """Raises for an unknown field; with `misspelt_only`, only for one whose name is close to a known field's."""
+    for name in fields.keys() - set(known):
+        nearest = difflib.get_close_matches(name, known, 1, 0.8)
+        if nearest:
+            raise ValueError(f"Unknown field `{name}` (value {fields[name]!r}); did you mean `{nearest[0]}`?")
+        if not misspelt_only:
+            raise ValueError(f"Unknown field `{name}` (value {fields[name]!r}).")
 
 
 @strict
@@ -69,13 +87,25 @@ class HierarchicalLatentConfig(PreTrainedConfig):
             self.encoder_config = AutoConfig.for_model(fields.pop("model_type", "vit"), **fields)
         super().__post_init__(**kwargs)
 
+    def validate_field_names(self):
+        known = {field.name for field in dataclasses.fields(self)}
+        ours = known - {field.name for field in dataclasses.fields(PreTrainedConfig)}
+        others = {name: value for name, value in vars(self).items() if name not in known}
+        check_field_names(others, ours, misspelt_only=True)
+
+    def validate_sizes(self):
+        for name in ("image_size", "encoder_size", "num_channels", "min_crop_size"):
+            check_integer(name, getattr(self, name), 1)
+        check_integer("num_prefix_tokens", self.num_prefix_tokens, 0)
+
     def validate_levels(self):
         if len(self.levels) == 0:
             raise ValueError("`levels` must name at least one level.")
         for entry in self.levels:
-            whole = isinstance(entry, (list, tuple)) and len(entry) == 2 and all(type(n) is int for n in entry)
-            if not whole or min(entry) < 1:
+            if not isinstance(entry, (list, tuple)) or len(entry) != 2:
                 raise ValueError(f"`levels` must hold (grid, channels) of each level, got {entry!r}.")
+            for name, number in zip(("grid", "channels"), entry):
+                check_integer(f"levels, {name}", number, 1)
             if self.image_size % entry[0] != 0:
                 raise ValueError(
                     f"`image_size` must be divisible by the grid of every level, got {self.image_size} and {entry[0]}."
@@ -83,13 +113,18 @@ class HierarchicalLatentConfig(PreTrainedConfig):
 
     def validate_normalisation(self):
         for name in ("image_mean", "image_std"):
-            if len(getattr(self, name)) != self.num_channels:
+            numbers = list(getattr(self, name))
+            if len(numbers) != self.num_channels:
                 raise ValueError(
-                    f"`{name}` must have {self.num_channels} numbers, one per channel, got {list(getattr(self, name))}."
+                    f"`{name}` must have one number for each of the {self.num_channels} `num_channels`, got {numbers}."
                 )
+            if not all(math.isfinite(number) for number in numbers):
+                raise ValueError(f"`{name}` must be finite, got {numbers}.")
+        if min(self.image_std) <= 0:
+            raise ValueError(f"`image_std` must be above 0, got {list(self.image_std)}.")
 
 
-@dataclass
+@dataclasses.dataclass
 class HierarchicalLatentOutput(ModelOutput):
     """
     latents (`dict[int, torch.Tensor]`): `(batch, channels, grid, grid)` by level, from the highest level down to level 2.

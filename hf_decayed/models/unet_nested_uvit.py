@@ -279,8 +279,10 @@ def reject_unknown_fields(init: Callable) -> Callable:
     return checked_init
 
 
-def check_conditions(condition_levels: Sequence, condition_sigmas: Sequence[float]) -> None:
+def check_conditions(condition_levels: Sequence, condition_sigmas: Sequence[float] | None) -> None:
     """Raises for a description of the higher levels that describes no latents, with the field, the rule and the value."""
+    if not isinstance(condition_levels, (list, tuple)):
+        raise ValueError(f"`condition_levels` must be a list, got {condition_levels!r}.")
     for entry in condition_levels:
         if not isinstance(entry, (list, tuple)) or len(entry) != 3:
             raise ValueError(
@@ -290,10 +292,12 @@ def check_conditions(condition_levels: Sequence, condition_sigmas: Sequence[floa
             check_integer(f"condition_levels, {name}", number, 1)
         if entry[0] % entry[2] != 0:
             raise ValueError(f"`condition_levels` needs sizes divisible by their patch size, got {tuple(entry)}.")
-    if len(condition_sigmas) != len(condition_levels):
+    if condition_sigmas is None:
+        return
+    if not isinstance(condition_sigmas, (list, tuple)) or len(condition_sigmas) != len(condition_levels):
         raise ValueError(
             f"`condition_sigmas` must have one number for each of {len(condition_levels)} `condition_levels`, got "
-            f"{list(condition_sigmas)}."
+            f"{condition_sigmas!r}."
         )
     for sigma in condition_sigmas:
         if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0.0 <= sigma < math.inf:
@@ -488,11 +492,12 @@ class NestedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
         shortcut_scope: str = "both",
     ):
         super().__init__()
-        if condition_sigmas is None:
-            condition_sigmas = [0.0] * len(condition_levels)
-            self.register_to_config(condition_sigmas=condition_sigmas)
         check_integer("level", level, 1)
         check_conditions(condition_levels, condition_sigmas)
+        if condition_sigmas is None:
+            self.register_to_config(condition_sigmas=[0.0] * len(condition_levels))
+        if latent_fingerprint is not None and not isinstance(latent_fingerprint, str):
+            raise ValueError(f"`latent_fingerprint` must be a string or None, got {latent_fingerprint!r}.")
         check_sizes(self.config)
         check_shortcuts(self.config)
         for name in ("time_embedding_mlp", "final_conv", "zero_init_branches", "sincos_init_positions"):
