@@ -37,12 +37,6 @@ def views_only(channels=3, seed=0):
     )
 
 
-def training_images(splits, augmentation):
-    return TrainingImages(
-        splits.train, splits.image_column, augmentation, label_column=splits.label_column, views=splits.views
-    )
-
-
 @pytest.mark.parametrize("variant", ["coloured", "textured"])
 def test_a_view_belongs_to_its_key(garments, variant):
     """Bit-equal alone, in another batch and in another order; other seeds, epochs and indices give other views."""
@@ -168,7 +162,7 @@ def test_plain_images_did_not_change():
 def test_training_draws_new_views():
     """By epoch and index; halves of a batch, as two processes take them, are bit-equal to the whole."""
     splits = load_image_splits(dataset_name="bundled:coloured").take(60)
-    images = training_images(splits, views_only(seed=5))
+    images = TrainingImages.from_splits(splits, views_only(seed=5))
     keys = [(epoch, index) for epoch in (0, 1) for index in range(30)]
     batch = images.__getitems__(keys)
     first, second = batch["pixel_values"].split(30)
@@ -194,7 +188,9 @@ def test_random_crops_come_on_top():
     splits = load_image_splits(dataset_name="bundled:coloured").take(20)
     crop = Augmentation((28, 28), 3, 0, [0.0] * 3, [1.0] * 3, seed=0, crop_scale=(0.2, 0.5))
     keys = [(0, index) for index in range(20)]
-    cropped, whole = (training_images(splits, one).__getitems__(keys)["pixel_values"] for one in (crop, views_only()))
+    cropped, whole = (
+        TrainingImages.from_splits(splits, one).__getitems__(keys)["pixel_values"] for one in (crop, views_only())
+    )
     assert (cropped != whole).flatten(1).any(dim=1).all()
     colours = [set(map(tuple, image.mul(255).round().flatten(1).T.tolist())) for image in (cropped[0], whole[0])]
     assert colours[0] & colours[1]  # the same plain background
@@ -204,7 +200,8 @@ def test_grey_models_see_the_grey_of_the_colours():
     splits = load_image_splits(dataset_name="bundled:coloured").take(20)
     keys = [(0, index) for index in range(20)]
     grey, colour = (
-        training_images(splits, views_only(channels)).__getitems__(keys)["pixel_values"] for channels in (1, 3)
+        TrainingImages.from_splits(splits, views_only(channels)).__getitems__(keys)["pixel_values"]
+        for channels in (1, 3)
     )
     weights = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)
     assert (grey - (colour * weights).sum(1, keepdim=True)).abs().max() < 1.5 / 255
@@ -224,9 +221,9 @@ def test_fingerprints_name_originals_variant_and_version(monkeypatch):
     names = ["bundled:grey", "bundled:coloured", "bundled:textured"]
     splits = [load_image_splits(dataset_name=name).take(30) for name in names]
     prints = [one.fingerprint() for one in splits]
-    prints += [training_images(one, views_only()).fingerprint() for one in splits]
+    prints += [TrainingImages.from_splits(one, views_only()).fingerprint() for one in splits]
     assert len(set(prints)) == 6
-    coloured = training_images(splits[1], views_only())
+    coloured = TrainingImages.from_splits(splits[1], views_only())
     monkeypatch.setattr(procedural, "VERSION", 99)
     assert splits[1].fingerprint() != prints[1] and coloured.fingerprint() != prints[4]
 

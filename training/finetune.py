@@ -93,15 +93,7 @@ def main():
     augmentation = Augmentation.from_processor(
         processor, config.num_channels, **augmentation_arguments(options), rand_augment_magnitude=options.rand_augment
     )
-    images = TrainingImages(
-        splits.train,
-        splits.image_column,
-        augmentation,
-        label_column=splits.label_column,
-        views=splits.views,
-        progress=run.progress,
-        **decoding_arguments(options),
-    )
+    images = TrainingImages.from_splits(splits, augmentation, progress=run.progress, **decoding_arguments(options))
     run.print(f"{splits.name}: {len(images)} images, {len(class_names)} classes")
     run.plan(images, options.max_train_steps, options.num_train_epochs)
     monitor = ClassificationMonitor(

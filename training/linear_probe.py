@@ -109,15 +109,8 @@ def main():
     classifier = probe_classifier(test_features.shape[1], num_classes, protocol, options.seed).to(run.device)
 
     if protocol.augment:
-        images = TrainingImages(
-            splits.train,
-            splits.image_column,
-            Augmentation.from_processor(processor, num_channels, seed=options.seed),
-            label_column=splits.label_column,
-            views=splits.views,
-            progress=run.progress,
-            **decoding_arguments(options),
-        )
+        augmentation = Augmentation.from_processor(processor, num_channels, seed=options.seed)
+        images = TrainingImages.from_splits(splits, augmentation, progress=run.progress, **decoding_arguments(options))
         classifier = train(options, run, protocol, classifier, encode, feature, fingerprint, images)
     else:
         run.resume(model=fingerprint, feature=feature, protocol=asdict(protocol))

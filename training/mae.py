@@ -281,13 +281,8 @@ def load_training_images(options, run, splits, augmentation):
     if options.streaming:
         images = StreamedImages(splits.train, splits.image_column, augmentation, on_bad_image=options.on_bad_image)
         return images, f"streamed from {images.num_shards} file(s)"
-    images = TrainingImages(
-        splits.train,
-        splits.image_column,
-        augmentation,
-        views=splits.views,
-        progress=run.progress,
-        **decoding_arguments(options),
+    images = TrainingImages.from_splits(
+        splits, augmentation, with_labels=False, progress=run.progress, **decoding_arguments(options)
     )
     if images.bad_images:
         run.print(f"skipped {images.bad_images} images that cannot be decoded")

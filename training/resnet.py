@@ -80,15 +80,7 @@ def main():
     model = DecayedResNetForImageClassification(config)
     processor = default_image_processor(options.image_size, config.num_channels)
     augmentation = Augmentation.from_processor(processor, config.num_channels, **augmentation_arguments(options))
-    images = TrainingImages(
-        splits.train,
-        splits.image_column,
-        augmentation,
-        label_column=splits.label_column,
-        views=splits.views,
-        progress=run.progress,
-        **decoding_arguments(options),
-    )
+    images = TrainingImages.from_splits(splits, augmentation, progress=run.progress, **decoding_arguments(options))
     run.print(f"{splits.name}: {len(images)} images, {len(class_names)} classes")
     run.plan(images, options.max_train_steps, options.num_train_epochs)
     monitor = ClassificationMonitor(

@@ -16,7 +16,7 @@ from .decoding import decode_image, image_name
 from .keyed_random import sample_generator
 from .masks import decode_mask, process_masks
 from .procedural import ProceduralViews
-from .sources import rows_fingerprint
+from .sources import ImageSplits, rows_fingerprint
 from .transforms import Augmentation
 
 
@@ -50,6 +50,20 @@ class TrainingImages(torch.utils.data.Dataset):
         first = self.decode(0)
         if first is not None and first.nbytes * len(dataset) <= memory_limit:
             self.memory = self.decode_all(progress)
+
+    @classmethod
+    def from_splits(
+        cls, splits: ImageSplits, augmentation: Augmentation, with_labels: bool = True, **settings
+    ) -> "TrainingImages":
+        """The training images of a data set. `settings` are those of the constructor."""
+        return cls(
+            splits.train,
+            splits.image_column,
+            augmentation,
+            label_column=splits.label_column if with_labels else None,
+            views=splits.views,
+            **settings,
+        )
 
     def __len__(self) -> int:
         return len(self.dataset) if self.memory is None else len(self.memory)
