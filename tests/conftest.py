@@ -1,7 +1,6 @@
 """Shared by all tests: no network, tiny sizes, small images."""
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads than 
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from script_server import start_script  # noqa: E402
 
-from hf_decayed import DecayedViTMAEConfig  # noqa: E402
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining  # noqa: E402
 
 
 TINY_SIZES = {
@@ -91,15 +91,19 @@ def random_weights(model):
     return model
 
 
-def run_script(script, *flags, processes=1, code=0):
-    """Runs a script of `training/` in a process of its own, or several; what it printed. It must end with `code`."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    launcher += ["--master_port", str(random.randint(20000, 40000))]
-    result = subprocess.run(
-        [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "training" / script), *map(str, flags)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == code, (result.stdout + result.stderr)[-3000:]
-    return result
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory):
+    """Folder of an encoder for scripts that start from one."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(0)
+    config = DecayedViTMAEConfig(**{**TINY_SIZES, "num_channels": 1})
+    random_weights(DecayedViTMAEForPreTraining(config)).save_pretrained(folder)
+    return folder
+
+
+def run_script(script, *flags, code=0, **settings):
+    """Runs a script of `training/` to its end, which must be `code`; what it printed. Settings are `start_script`'s."""
+    process = start_script(script, *flags, **settings)
+    stdout, stderr = process.communicate()
+    assert process.returncode == code, (stdout + stderr)[-3000:]
+    return subprocess.CompletedProcess([script, *flags], code, stdout, stderr)

@@ -1,12 +1,11 @@
 """Dense features of encoders and diffusion models: what `hf-decayed evaluate --metrics segmentation,where` measures."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_script
 from transformers import AutoImageProcessor, AutoModel
 
 from hf_decayed import DecayedSiTTransformer2DModel, DecayedUViT2DModel, DecayedViTMAEConfig, DecayedViTMAEModel
@@ -171,20 +170,8 @@ def test_images_smaller_than_a_patch_get_one_sentence():
 @pytest.mark.timeout(600)
 def test_training_prints_the_numbers_that_the_command_gives_for_its_model(tmp_path, capsys):
     folder = tmp_path / "mae"
-    script = Path(__file__).parents[1] / "training" / "mae.py"
-    flags = [
-        "--max_train_steps",
-        "3",
-        "--eval_train_samples",
-        "200",
-        "--eval_test_samples",
-        "200",
-        "--cpu_threads",
-        "1",
-    ]
-    command = [sys.executable, str(script), *flags, "--output_dir", str(folder)]
-    trained = subprocess.run(command, capture_output=True, text=True)
-    assert trained.returncode == 0, trained.stderr[-2000:]
+    flags = ["--max_train_steps", 3, "--eval_train_samples", 200, "--eval_test_samples", 200, "--cpu_threads", 1]
+    trained = run_script("mae.py", *flags, "--output_dir", folder)
     assert "segmentation by patches" in trained.stdout and "position of a patch" in trained.stdout
     assert (folder / "patches.png").stat().st_size > 5000
     output = tmp_path / "results.json"

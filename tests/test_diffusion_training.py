@@ -1,10 +1,7 @@
 """`training/uvit.py` and `sit.py`: they learn, they resume to the last bit, one process and two agree, they tell what is wrong."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -13,11 +10,12 @@ import sit
 import torch
 import uvit
 from accelerate import Accelerator
-from conftest import ROOT, run_script
+from conftest import run_script
 from datasets import load_dataset
 from diffusers import AutoencoderKL, DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
+from script_server import start_script
 from transformers import CLIPImageProcessorPil
 
 from hf_decayed.data.datasets import DiffusionImages, EvaluationDataset
@@ -166,20 +164,16 @@ def test_a_killed_run_resumes_to_the_last_bit(script, decay, tmp_path):
     assert config.shortcut_decay == decay and config.num_classes == 10
 
     parts = [*SMALL, "--output_dir", tmp_path / "parts"]
-    command = [sys.executable, str(ROOT / "training" / script), *map(str, parts)]
-    for number, sent in ((5, signal.SIGKILL), (15, signal.SIGTERM)):
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
+    resume = [*parts, "--resume_from_checkpoint", "latest"]
+    for number, sent, flags in ((5, signal.SIGKILL, parts), (15, signal.SIGTERM, resume)):
+        process = start_script(script, *flags)
         while not (tmp_path / "parts" / "checkpoints" / f"step-{number:08d}").exists():
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(sent)
-        printed = process.communicate()[0].decode()
-        command += ["--resume_from_checkpoint", "latest"]
+        printed, _ = process.communicate()
     assert process.returncode == 0 and "stopped by SIGTERM at step" in printed
     assert "holds a run that did not finish" in run_script(script, *parts, code=2).stderr
-    resume = [*parts, "--resume_from_checkpoint", "latest"]
     assert "belongs to another run" in run_script(script, *resume, "--learning_rate", 1, code=2).stderr
     assert "resumed at step" in run_script(script, *resume).stdout
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")

@@ -18,8 +18,6 @@ import pickle
 import random
 import shutil
 import struct
-import subprocess
-import sys
 import time
 import warnings
 import zlib
@@ -27,13 +25,14 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_SIZES, run_script
+from conftest import TINY_SIZES, run_script
 from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
 from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
+from script_server import kill, start_script
 from test_publishing import MIXED, SECRETS, WRITERS, run_command, write_run
-from test_run import COMMON, SCRIPTS, flags_of, kill, pretrained, start, weights  # noqa: F401, `pretrained` is a fixture
+from test_run import MAE, SMALL_RUNS, assert_same_run, last_change, small_run, weights
 
 from hf_decayed import (
     DecayedResNetConfig,
@@ -42,13 +41,15 @@ from hf_decayed import (
     DecayedUViT2DModel,
     DecayedViTMAEConfig,
     DecayedViTMAEForPreTraining,
+    LatentIntrinsicsModel,
+    NestedUViT2DModel,
 )
 from hf_decayed.data.decoding import decode_image
 from hf_decayed.errors import DataError, UserError, format_error
 from hf_decayed.hub.staging import PublishingError, stage
 from hf_decayed.hub.validation import validate_staged
+from hf_decayed.models.modeling_hierarchical_latents import HierarchicalLatentConfig, HierarchicalLatentEncoder
 from hf_decayed.run.checkpoints import find_checkpoint, find_damage
-from hf_decayed.run.records import read_metrics
 
 
 pytestmark = pytest.mark.slow
@@ -94,8 +95,8 @@ def is_size(value):
     return len(sides) in ([2] if isinstance(value, (list, tuple)) else [1]) and all(map(is_integer(1), sides))
 
 
-def is_list_of_sizes(value):
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_integer(1), value))
+def is_list(rule, low=0):
+    return lambda value: isinstance(value, (list, tuple)) and len(value) >= low and all(map(rule, value))
 
 
 def is_decay(value):
@@ -131,10 +132,25 @@ def switches(*names):
     return {name: (BOOLEAN, [True, False]) for name in names}
 
 
+UVIT = {
+    **DIFFUSION,
+    "time_input": (is_one_of("timestep", "timestep_plus_one", "continuous"), ["timestep", "continuous"]),
+    **switches("time_embedding_mlp", "final_conv", "zero_init_branches", "sincos_init_positions"),
+}
+TINY_VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY_VIT |= {"intermediate_size": 8, "image_size": 8, "patch_size": 4}
+
+
 def build_mae(**fields):
     config = DecayedViTMAEConfig(**fields)
     if max(config.num_hidden_layers, config.decoder_num_hidden_layers) <= 8:
         DecayedViTMAEForPreTraining(config)
+    return config
+
+
+def build_latents(**fields):
+    config = HierarchicalLatentConfig(encoder_config=TINY_VIT, **fields)
+    HierarchicalLatentEncoder(config)
     return config
 
 
@@ -180,13 +196,53 @@ FAMILIES = {
             **SHORTCUTS,
         },
     ),
-    "uvit": (
-        DecayedUViT2DModel,
+    "uvit": (DecayedUViT2DModel, TINY_DIFFUSION, UVIT),
+    "nested": (
+        NestedUViT2DModel,
         TINY_DIFFUSION,
         {
-            **DIFFUSION,
-            "time_input": (is_one_of("timestep", "timestep_plus_one", "continuous"), ["timestep", "continuous"]),
-            **switches("time_embedding_mlp", "final_conv", "zero_init_branches", "sincos_init_positions"),
+            **UVIT,
+            "level": (POSITIVE, [1, 2]),
+            "condition_levels": (is_list(is_list(POSITIVE, low=3)), [(), [], [(2, 4, 1)], [[4, 4, 2], [1, 8, 1]]]),
+            "condition_sigmas": (
+                lambda value: value is None or is_list(is_number(0, 1e308))(value),
+                [None, [], [0.5], [0.0, 1]],
+            ),
+            "latent_fingerprint": (lambda value: value is None or type(value) is str, [None, "abc"]),
+        },
+    ),
+    "latents": (
+        build_latents,
+        {"image_size": 16, "encoder_size": 8, "levels": [(1, 4), (2, 4)], "min_crop_size": 8},
+        {
+            "image_size": (POSITIVE, [16, 32]),
+            "encoder_size": (POSITIVE, [8, 16]),
+            "min_crop_size": (POSITIVE, [1, 4, 16]),
+            "num_channels": (POSITIVE, [3]),
+            "num_prefix_tokens": (is_integer(0), [0, 1]),
+            "levels": (is_list(is_list(POSITIVE, low=2), low=1), [[(1, 4)], ((1, 4), (2, 2)), [[1, 8], [4, 2]]]),
+            "image_mean": (is_list(is_number(-1e308, 1e308), low=3), [[0.5, 0.5, 0.5], (0, 0.5, 1)]),
+            "image_std": (is_list(is_number(1e-320, 1e308), low=3), [[0.5, 0.5, 0.5], (1, 0.5, 1)]),
+            "pooling": (
+                is_one_of("cls", "mean", "patch_mean", "pooler_output"),
+                ["cls", "mean", "patch_mean", "pooler_output"],
+            ),
+            "fingerprint": (lambda value: value is None or type(value) is str, [None, "abc"]),
+        },
+    ),
+    "relighting": (
+        LatentIntrinsicsModel,
+        {"sample_size": 16, "block_out_channels": (8, 8, 16), "layers_per_block": (1, 1, 1), "light_dim": 4},
+        {
+            "sample_size": (POSITIVE, [8, 16, 32]),
+            "in_channels": (POSITIVE, [1, 3]),
+            "block_out_channels": (is_list(is_integer(4), low=2), [(8, 8, 16), [8, 16, 16], (4, 8)]),
+            "layers_per_block": (is_list(is_integer(1, 10_000), low=2), [(1, 1, 1), [1, 2, 1], (1, 1)]),
+            "light_dim": (POSITIVE, [1, 4, 16]),
+            "light_hidden_dim": (POSITIVE, [1, 16]),
+            "alpha": (is_number(0, 1), [0, 0.005, 1]),
+            "dropout": (is_number(0, 1), [0, 0.1]),
+            **switches("bounded_modulation"),
         },
     ),
     "sit": (
@@ -200,8 +256,8 @@ FAMILIES = {
         {
             "num_channels": (POSITIVE, [1, 3]),
             "embedding_size": (POSITIVE, [1, 8, 16]),
-            "hidden_sizes": (is_list_of_sizes, [[8, 8, 16], (8, 16), [4]]),
-            "depths": (is_list_of_sizes, [[1, 2, 1], (1, 1), [3]]),
+            "hidden_sizes": (is_list(POSITIVE, low=1), [[8, 8, 16], (8, 16), [4]]),
+            "depths": (is_list(POSITIVE, low=1), [[1, 2, 1], (1, 1), [3]]),
             "layer_type": (is_one_of("basic", "bottleneck"), ["basic", "bottleneck"]),
             "hidden_act": (is_one_of("relu", "gelu"), ["relu", "gelu"]),
             "num_labels": LABELS,
@@ -212,7 +268,7 @@ FAMILIES = {
         },
     ),
 }
-CONFIGS = 650  # in each of the four parts of each of the four families: 10,400
+CONFIGS = 400  # in each of the four parts of each of the seven families: 11,200
 
 
 def draw_fields(rules, rng):
@@ -251,7 +307,7 @@ def config_problem(build, base, rules, fields):
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configs_are_taken_or_refused(family, part):
-    """10,400 in all: a value against a field's rule is refused with its name, whatever else is given."""
+    """11,200 in all: a value against a field's rule is refused with its name, whatever else is given."""
     build, base, rules = FAMILIES[family]
     rng, problems = random.Random(f"{family} {part}"), []
     for number in range(CONFIGS):
@@ -345,7 +401,7 @@ def test_training_on_damaged_files_skips_or_stops(tmp_path):
     rows = [{"image": record, "label": index % 3} for index, record in enumerate(image_files())]
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b", "c"])})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "images.parquet")
-    flags = [*SCRIPTS["mae"], "--log_every", 1, "--cpu_threads", 1, "--max_train_steps", 2, "--set", "num_channels=3"]
+    flags = [*MAE, "--max_train_samples", len(rows), "--max_train_steps", 2, "--set", "num_channels=3"]
     flags += ["--dataset_path", tmp_path / "images.parquet", "--output_dir", tmp_path / "out"]
     stopped = run_script("mae.py", *flags, code=2).stderr
     assert "cannot be decoded" in stopped.strip().splitlines()[-1] and "Traceback" not in stopped
@@ -355,23 +411,21 @@ def test_training_on_damaged_files_skips_or_stops(tmp_path):
 
 # SIGKILLs.
 
-KILLS = math.ceil(
-    int(os.environ.get("FUZZ_KILLS", 200)) / 12
-)  # for each of six scripts, with one process and with two
-LONGER = {"linear_probe": ["--epochs", 6]}  # so that there is something to kill
+# For each script, with one process and with two.
+KILLS = math.ceil(int(os.environ.get("FUZZ_KILLS", 200)) / len(SMALL_RUNS) / 2)
+LONGER = {"linear_probe": ["--epochs", 6]}  # so that there is something to kill; for other scripts more steps
 
 
 def kill_at(moment, process, output_dir, rng):
     """Kills a run while it starts, trains or writes a checkpoint; whether it was still running."""
-    metrics, checkpoints = output_dir / "metrics.jsonl", output_dir / "checkpoints"
-    before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    before = last_change(output_dir)
     if moment == "starting":
-        time.sleep(rng.uniform(0, 8))
+        time.sleep(rng.uniform(0, 1))
     while moment != "starting" and process.poll() is None:
-        if moment == "training" and metrics.exists() and metrics.stat().st_mtime_ns != before:
-            time.sleep(rng.uniform(0, 1))
+        if moment == "training" and last_change(output_dir) != before:
+            time.sleep(rng.uniform(0, 0.5))
             break
-        if moment == "writing" and any(checkpoints.glob(".writing-*")):
+        if moment == "writing" and any(output_dir.rglob("checkpoints/.writing-*")):
             time.sleep(rng.uniform(0, 0.03))
             break
         time.sleep(0.001)
@@ -382,28 +436,17 @@ def kill_at(moment, process, output_dir, rng):
     return running
 
 
-def assert_same_run(whole, resumed):
-    expected, weights_now = weights(whole), weights(resumed)
-    assert [name for name in expected if not torch.equal(expected[name], weights_now[name])] == []
-    losses = [
-        {record["step"]: record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record}
-        for folder in (whole, resumed)
-    ]
-    assert losses[0] == losses[1] and losses[0]
-    assert not list(resumed.rglob(".writing*"))
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_killed_again_and_again(script, processes, pretrained, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("script", SMALL_RUNS)
+def test_killed_again_and_again(script, processes, pretrained, tmp_path):
     """Killed and resumed until it has ended, and anew until there were enough kills: every end is the same, bit by bit."""
-    flags = [*flags_of(script, pretrained, tmp_path), *LONGER.get(script, ["--max_train_steps", 30])]
+    flags = [*small_run(script, tmp_path, pretrained), *LONGER.get(script, ["--max_train_steps", 30])]
     run_script(f"{script}.py", *flags, "--output_dir", tmp_path / "whole", processes=processes)
     rng, kills, output_dir = random.Random(f"{script} {processes}"), 0, tmp_path / "killed"
     resumed = [*flags, "--output_dir", output_dir, "--resume_from_checkpoint", "latest"]
     while kills < KILLS:
-        process = start(f"{script}.py", *resumed, processes=processes)
+        process = start_script(f"{script}.py", *resumed, processes=processes)
         if kill_at(rng.choice(["starting", "training", "training", "writing", "writing"]), process, output_dir, rng):
             kills += 1
         else:
@@ -420,7 +463,7 @@ def test_killed_again_and_again(script, processes, pretrained, tmp_path):  # noq
 def finished(tmp_path_factory):
     """The folder of a run that has ended, with all its checkpoints, and the flags of the run."""
     folder = tmp_path_factory.mktemp("finished")
-    flags = [*SCRIPTS["mae"], *COMMON, "--checkpoints_total_limit", 9]
+    flags = [*MAE, "--checkpoints_total_limit", 9]
     run_script("mae.py", *flags, "--output_dir", folder)
     return folder, flags
 
@@ -530,23 +573,18 @@ def test_damage_beside_the_checkpoints_stops_nothing(name, damage, finished, tmp
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number, kilobytes", list(enumerate([1, 2, 5, 10, 20, 40, 80, 160, 320, 640])))
-def test_a_full_disk_loses_nothing(number, kilobytes, pretrained, tmp_path):  # noqa: F811
+def test_a_full_disk_loses_nothing(number, kilobytes, pretrained, tmp_path):
     """No file may grow past a size. Then there is room again, and the run ends as if there had always been."""
-    script = list(SCRIPTS)[number % len(SCRIPTS)]
-    flags = flags_of(script, pretrained, tmp_path)
-    command = [sys.executable, str(ROOT / "training" / f"{script}.py"), *map(str, flags)]
-    command += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", "latest"]
-    limited = subprocess.run(
-        ["bash", "-c", f"ulimit -f {kilobytes}; trap '' XFSZ; exec \"$@\"", "-", *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert limited.returncode in (0, 2) and "Traceback" not in limited.stderr, limited.stderr[-3000:]
+    script = list(SMALL_RUNS)[number % len(SMALL_RUNS)]
+    flags = small_run(script, tmp_path, pretrained)
+    resumed = [*flags, "--output_dir", tmp_path / "out", "--resume_from_checkpoint", "latest"]
+    limited = start_script(f"{script}.py", *resumed, file_limit=kilobytes)
+    _, errors = limited.communicate()
+    assert limited.returncode in (0, 2) and "Traceback" not in errors, errors[-3000:]
     if limited.returncode == 2:
-        assert limited.stderr.strip().splitlines()[-1].startswith(f"{script}.py: "), limited.stderr[-2000:]
+        assert errors.strip().splitlines()[-1].startswith(f"{script}.py: "), errors[-2000:]
     assert not list((tmp_path / "out").rglob(".writing*"))
-    run_script(f"{script}.py", *flags, "--output_dir", tmp_path / "out", "--resume_from_checkpoint", "latest")
+    run_script(f"{script}.py", *resumed)
     run_script(f"{script}.py", *flags, "--output_dir", tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path / "out")
 

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from conftest import run_script
 from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
 from loopback_hub import serve
 from PIL import Image
 from safetensors.torch import load_file
+from script_server import kill, start_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_run import kill
 from transformers import AutoImageProcessor, AutoModel, AutoModelForPreTraining, ViTMAEConfig, ViTMAEForPreTraining
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
@@ -30,7 +31,6 @@ from hf_decayed.run.optimization import set_shortcut_progress
 
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "training" / "mae.py"
 
 # Small enough for a second of training; accumulation, averaging and clipping are on, so that their state counts.
 RECIPE = {
@@ -72,31 +72,8 @@ def recipe(tmp_path):
     return path
 
 
-def command(recipe, output, *flags, processes=1):
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            str(processes),
-            "--master_port",
-            str(random.randint(20000, 40000)),
-        ]
-    return [*launcher, str(SCRIPT), "--recipe", str(recipe), "--output_dir", str(output), *map(str, flags)]
-
-
-def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def run(*arguments, code=0, variables=None, **keywords):
-    result = subprocess.run(
-        command(*arguments, **keywords), env={**environment(), **(variables or {})}, capture_output=True, text=True
-    )
-    assert result.returncode == code, (result.stdout + result.stderr)[-3000:]
-    return result
+def run(recipe, output, *flags, **settings):
+    return run_script("mae.py", "--recipe", recipe, "--output_dir", output, *flags, **settings)
 
 
 def weights(output):
@@ -268,13 +245,8 @@ def test_killed_at_random_moments(recipe, tmp_path, processes, data):
     moments = random.Random(0)
     kills = 0
     for _ in range(12):
-        process = subprocess.Popen(
-            command(recipe, tmp_path / "killed", *flags, "--resume_from_checkpoint", "latest", processes=processes),
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        resumed = [*flags, "--output_dir", tmp_path / "killed", "--resume_from_checkpoint", "latest"]
+        process = start_script("mae.py", "--recipe", recipe, *resumed, processes=processes)
         # Wait until it trains, then let it go on for a moment that may end inside a step or inside a checkpoint.
         metrics = tmp_path / "killed" / "metrics.jsonl"
         before = metrics.stat().st_mtime_ns if metrics.exists() else 0
@@ -298,14 +270,7 @@ def test_asked_to_stop(recipe, tmp_path, signal_number, data):
     """The whole group gets the signal, workers too, as from a terminal or a cluster's scheduler."""
     flags = ["--memory_limit_gb", 0, "--num_workers", 2] if data == "workers" else []
     run(recipe, tmp_path / "whole", *flags)
-    process = subprocess.Popen(
-        command(recipe, tmp_path / "stopped", *flags),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_script("mae.py", "--recipe", recipe, "--output_dir", tmp_path / "stopped", *flags)
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     while not (metrics.exists() and '"loss"' in metrics.read_text()):  # before that there is nothing to keep
         time.sleep(0.01)
@@ -328,23 +293,8 @@ def test_a_full_disk_keeps_the_last_checkpoint(recipe, tmp_path):
     assert before == ["step-00000003", "step-00000006"]
     (tmp_path / "out" / "checkpoints" / "step-00000006" / "manifest.json").unlink()
     limit = (tmp_path / "out" / "checkpoints" / "step-00000003" / "model.safetensors").stat().st_size + 5000
-    words = command(
-        recipe,
-        tmp_path / "out",
-        "--max_train_steps",
-        6,
-        "--checkpointing_steps",
-        3,
-        "--resume_from_checkpoint",
-        "latest",
-    )
-    result = subprocess.run(
-        ["bash", "-c", f"ulimit -f {limit // 1024}; trap '' XFSZ; exec \"$@\"", "-", *words],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+    flags = ["--max_train_steps", 6, "--checkpointing_steps", 3, "--resume_from_checkpoint", "latest"]
+    result = run(recipe, tmp_path / "out", *flags, file_limit=limit // 1024)
     assert "Skipping the checkpoint 'step-00000006'" in result.stderr
     assert "No checkpoint at step 6: it could not be written" in result.stderr
     assert "resumed at step 3" in result.stdout
@@ -437,16 +387,16 @@ def test_from_the_hub_and_to_it(recipe, tmp_path):
     with serve(tmp_path / "hub") as server:
         variables = {**cache, "HF_ENDPOINT": server.url}
         flags = ["--dataset_name", "user/images", "--push_to_hub", "user/my-mae"]
-        result = run(recipe, tmp_path / "out", *flags, variables=variables)
+        result = run(recipe, tmp_path / "out", *flags, environment=variables)
         assert "user/images: 72 images in memory" in result.stdout and "uploaded to user/my-mae" in result.stdout
         loading = (
             "from transformers import AutoModel; AutoModel.from_pretrained('user/my-mae', trust_remote_code=True)"
         )
         subprocess.run([sys.executable, "-c", loading], env={**os.environ, **variables}, check=True)
-        absent = run(recipe, tmp_path / "absent", "--dataset_name", "user/absent", variables=variables, code=2)
+        absent = run(recipe, tmp_path / "absent", "--dataset_name", "user/absent", environment=variables, code=2)
         assert "mae.py: 'user/absent' could not be loaded" in absent.stderr
     # Nowhere to upload to is found out before training, not after.
-    refused = run(recipe, tmp_path / "late", "--push_to_hub", "user/my-mae", variables=variables, code=2)
+    refused = run(recipe, tmp_path / "late", "--push_to_hub", "user/my-mae", environment=variables, code=2)
     assert "mae.py: The repository 'user/my-mae' cannot be made: " in refused.stderr.strip().splitlines()[-1]
     assert not (tmp_path / "late").exists()
     uploaded = {path.name for path in (tmp_path / "hub" / "user" / "my-mae").rglob("*")}
@@ -512,11 +462,11 @@ def test_compiled_checkpointed_and_in_half_precision(recipe, tmp_path):
         output = tmp_path / flags[0].strip("-")
         # One thread: those of compiled code add up gradients in whatever order they come, resumed or not.
         flags = [*flags, "--set", "hidden_dropout_prob=0.0", "--cpu_threads", 1]
-        run(recipe, output, *flags, variables=variables)
+        run(recipe, output, *flags, environment=variables)
         whole = weights(output)
         assert AutoModel.from_pretrained(output).num_parameters() > 0
         (output / "results.json").unlink()
-        resumed = run(recipe, output, *flags, "--resume_from_checkpoint", "latest", variables=variables)
+        resumed = run(recipe, output, *flags, "--resume_from_checkpoint", "latest", environment=variables)
         assert "resumed at step 10" in resumed.stdout
         assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
     run(recipe, tmp_path / "plain", "--set", "hidden_dropout_prob=0.0")

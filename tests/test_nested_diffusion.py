@@ -18,6 +18,7 @@ from diffusers import DDPMScheduler, DiffusionPipeline, DPMSolverMultistepSchedu
 from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from safetensors.torch import load_file
+from script_server import kill, start_script
 from test_diffusion_training import small_vae
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -711,14 +712,13 @@ def weights(folder):
     return {path.parent.name: load_file(path) for path in sorted(folder.glob("level_*/*.safetensors"))}
 
 
-def killed_at(command, checkpoint):
-    """Runs a command until a checkpoint is there, and kills it."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def killed_at(checkpoint, *flags):
+    """Trains until a checkpoint is there, and kills the run."""
+    process = start_script("nested.py", *flags)
     while not checkpoint.exists():
         assert process.poll() is None
         time.sleep(0.02)
-    process.kill()
-    process.wait()
+    kill(process)
 
 
 @pytest.mark.slow
@@ -732,11 +732,9 @@ def test_a_killed_chain_resumes_to_the_last_bit(tmp_path):
     assert Image.open(tmp_path / "whole" / "samples.png").width > 100
 
     parts = [*flags, "--output_dir", tmp_path / "parts"]
-    command = [sys.executable, str(ROOT / "training" / "nested.py"), *map(str, parts)]
-    for level, step in ((2, 4), (1, 8)):
-        killed_at(command, tmp_path / "parts" / "runs" / f"level_{level}" / "checkpoints" / f"step-{step:08d}")
-        command += ["--resume_from_checkpoint", "latest"]
     resume = [*parts, "--resume_from_checkpoint", "latest"]
+    for level, step, words in ((2, 4, parts), (1, 8, resume)):
+        killed_at(tmp_path / "parts" / "runs" / f"level_{level}" / "checkpoints" / f"step-{step:08d}", *words)
     assert "belongs to another run" in run_script("nested.py", *resume, "--sigmas", 1, code=2).stderr
     assert "resumed at step" in run_script("nested.py", *resume).stdout
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")

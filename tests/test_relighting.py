@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from conftest import ROOT, random_weights, run_script
 from diffusers import DiffusionPipeline
 from PIL import Image
+from script_server import kill, start_script
 from torch.nn import functional as F
 
 from hf_decayed.cli import main
@@ -818,11 +819,11 @@ SCRIPT += [
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_run_ends_with_the_same_bits(processes, tmp_path):
-    from test_run import kill, start, weights
+    from test_run import weights
 
     run_script("relight.py", *SCRIPT, "--output_dir", tmp_path / "whole", processes=processes)
     flags = [*SCRIPT, "--output_dir", tmp_path / "killed", "--resume_from_checkpoint", "latest"]
-    process = start("relight.py", *flags, processes=processes)
+    process = start_script("relight.py", *flags, processes=processes)
     while process.poll() is None and not list((tmp_path / "killed" / "checkpoints").glob("step-*")):
         time.sleep(0.01)
     assert process.poll() is None, process.communicate()

@@ -5,6 +5,8 @@ import math
 import os
 import pickle
 import random
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -15,7 +17,6 @@ from pathlib import Path
 
 import mae
 import numpy as np
-import psutil
 import pytest
 import torch
 import uvit
@@ -26,6 +27,7 @@ from datasets import Image as ImageFeature
 from diffusers.training_utils import EMAModel
 from PIL import Image
 from safetensors.torch import load_file
+from script_server import kill, start_script
 from torch.optim.swa_utils import AveragedModel
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
@@ -43,68 +45,47 @@ from hf_decayed.run.run import Run, check_signature, lock_output_dir
 from hf_decayed.run.state_files import load_state, save_state
 
 
-# Every script at a size of a second or two, with all that has state switched on.
-COMMON = ["--max_train_samples", 96, "--checkpointing_steps", 3, "--log_every", 1, "--cpu_threads", 1]
-SIZES = ["--set", "hidden_size=32", "--set", "patch_size=7", "--batch_size", 16, "--ema_decay", 0.9]
-DIFFUSION = [*SIZES, "--set", "num_layers=2", "--max_train_steps", 14, "--eval_samples", 0, "--sample_steps", 2]
-DIFFUSION += ["--sample_images", 4, "--gradient_accumulation_steps", 2]
-CLASSIFIER = ["--max_eval_samples", 40, "--batch_size", 16, "--max_train_steps", 14, "--ema_decay", 0.9]
-SCRIPTS = {
-    "mae": [*SIZES, "--set", "image_size=28", "--set", "num_hidden_layers=4", "--set", "decoder_num_hidden_layers=2"]
-    + ["--set", "intermediate_size=64", "--set", "hidden_dropout_prob=0.1", "--gradient_accumulation_steps", 2]
-    + ["--max_train_steps", 14, "--eval_train_samples", 40, "--eval_test_samples", 20],
-    "uvit": DIFFUSION,
-    "sit": DIFFUSION,
-    "finetune": ["MODEL", *CLASSIFIER, "--drop_path", 0.2, "--mixup", 0.8, "--rand_augment", 9],
-    "resnet": CLASSIFIER,
-    "linear_probe": ["MODEL", "--augment", "true", "--epochs", 2, "--batch_size", 12, "--max_eval_samples", 40],
+# Flags for every script, at a size of a second or two, with all that has state switched on: one file per script.
+SMALL_RUNS = {
+    path.stem: shlex.split(path.read_text()) for path in sorted((ROOT / "tests" / "small_runs").glob("*.txt"))
 }
+MAE, SIT = SMALL_RUNS["mae"], SMALL_RUNS["sit"]
 
 
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pretrained")
-    torch.manual_seed(0)
-    config = DecayedViTMAEConfig(**{**TINY_SIZES, "num_channels": 1})
-    random_weights(DecayedViTMAEForPreTraining(config)).save_pretrained(folder)
-    return folder
-
-
-def flags_of(script, pretrained, tmp_path):
-    flags = [pretrained if flag == "MODEL" else flag for flag in SCRIPTS[script]] + COMMON
-    return flags + (["--features_dir", tmp_path / "features"] if script == "linear_probe" else [])
+def small_run(script, folder, pretrained):
+    """Flags of a small run. FOLDER in its file is where caches are, MODEL the pretrained encoder."""
+    return [word.replace("FOLDER", str(folder)).replace("MODEL", str(pretrained)) for word in SMALL_RUNS[script]]
 
 
 def weights(folder):
-    names = ("model.safetensors", "classifier.safetensors", "*/diffusion_pytorch_model.safetensors")
-    return load_file(next(path for name in names for path in folder.glob(name)))
+    """All that a run leaves in safetensors, its checkpoints apart."""
+    files = [path for path in sorted(folder.rglob("*.safetensors")) if "checkpoints" not in path.parts]
+    assert files
+    return {f"{path.relative_to(folder)} {name}": tensor for path in files for name, tensor in load_file(path).items()}
 
 
-def start(script, *flags, processes=1):
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    launcher += ["--master_port", str(random.randint(20000, 40000))]
-    return subprocess.Popen(
-        [sys.executable, *(launcher if processes > 1 else []), str(ROOT / "training" / script), *map(str, flags)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def losses(folder):
+    files = sorted(folder.rglob("metrics.jsonl"))
+    records = [(path.relative_to(folder), record) for path in files for record in read_metrics(path)]
+    return {(path, record["step"]): record["loss"] for path, record in records if "loss" in record}
 
 
-def kill(process):
-    """SIGKILL for a run and all its processes: the launcher starts each of them in a session of its own."""
-    parent = psutil.Process(process.pid)
-    parent.suspend()  # it starts no more of them, and sees none die
-    family = [parent, *parent.children(recursive=True)]
-    for member in family:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            pass
-    psutil.wait_procs(family)
-    return process.communicate()
+def assert_same_run(whole, resumed):
+    expected, weights_now = weights(whole), weights(resumed)
+    assert expected.keys() == weights_now.keys()
+    assert [name for name in expected if not torch.equal(expected[name], weights_now[name])] == []
+    assert losses(whole) == losses(resumed) and losses(whole)
+    assert not list(resumed.rglob(".writing*"))
+
+
+def last_change(output_dir):
+    """When the newest line of metrics was written; 0 before the first."""
+    return max((path.stat().st_mtime_ns for path in output_dir.rglob("metrics.jsonl")), default=0)
+
+
+def test_every_script_that_trains_has_a_small_run():
+    scripts = {path.stem for path in (ROOT / "training").glob("*.py") if re.search(r"\bRun\(", path.read_text())}
+    assert scripts == set(SMALL_RUNS)
 
 
 def wait_for(condition, process):
@@ -116,18 +97,17 @@ def wait_for(condition, process):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SMALL_RUNS)
 def test_every_script_survives_kills(script, processes, pretrained, tmp_path):
-    """SIGKILL at random moments, in training and in writing; the end is bit-equal to that of a run never stopped."""
-    flags = flags_of(script, pretrained, tmp_path)
-    run_script(f"{script}.py", *flags, "--output_dir", tmp_path / "whole", processes=processes)
+    """SIGKILL at random moments, in training and in writing; the end is bit-equal to that of a run never stopped, which
+    is started in the usual way."""
+    flags = small_run(script, tmp_path, pretrained)
+    run_script(f"{script}.py", *flags, "--output_dir", tmp_path / "whole", processes=processes, fresh=True)
     killed = [*flags, "--output_dir", tmp_path / "killed", "--resume_from_checkpoint", "latest"]
-    moments, metrics = random.Random(script), tmp_path / "killed" / "metrics.jsonl"
-    kills = 0
+    moments, kills = random.Random(script), 0
     for _ in range(4):
-        process = start(f"{script}.py", *killed, processes=processes)
-        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
-        while process.poll() is None and (not metrics.exists() or metrics.stat().st_mtime_ns == before):
+        process, before = start_script(f"{script}.py", *killed, processes=processes), last_change(tmp_path / "killed")
+        while process.poll() is None and last_change(tmp_path / "killed") == before:
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.5))
         if process.poll() is not None:
@@ -136,17 +116,7 @@ def test_every_script_survives_kills(script, processes, pretrained, tmp_path):
         kills += 1
     assert kills >= 1
     run_script(f"{script}.py", *killed, processes=processes)
-    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
-    losses = [
-        {
-            record["step"]: record["loss"]
-            for record in read_metrics(tmp_path / name / "metrics.jsonl")
-            if "loss" in record
-        }
-        for name in ("whole", "killed")
-    ]
-    assert losses[0] == losses[1]
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 SHARDED = """
@@ -245,8 +215,8 @@ def test_what_resuming_refuses(tmp_path):
     """Other images under the same name, another network, a second run: one sentence each, before anything is loaded."""
     images = load_splits()[0]
     images.select(range(200)).to_parquet(tmp_path / "images.parquet")
-    flags = [*SCRIPTS["mae"], *COMMON, "--dataset_path", tmp_path / "images.parquet", "--output_dir", tmp_path / "out"]
-    process = start("mae.py", *flags, "--max_train_steps", 2000)
+    flags = [*MAE, "--dataset_path", tmp_path / "images.parquet", "--output_dir", tmp_path / "out"]
+    process = start_script("mae.py", *flags, "--max_train_steps", 2000)
     wait_for(lambda: list((tmp_path / "out" / "checkpoints").glob("step-*")), process)
     second = run_script("mae.py", *flags, code=2).stderr.strip().splitlines()[-1]
     assert f"is in use by process {process.pid} on {socket.gethostname()}" in second
@@ -264,14 +234,16 @@ def test_what_resuming_refuses(tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_loop_leaves_cleanly(signal_number, tmp_path):
-    process = start("mae.py", "--output_dir", tmp_path / "out", "--cpu_threads", 1)  # evaluates for seconds first
+    process = start_script(
+        "mae.py", "--output_dir", tmp_path / "out", "--cpu_threads", 1
+    )  # evaluates for seconds first
     wait_for(lambda: (tmp_path / "out" / ".lock").exists(), process)
     process.send_signal(signal_number)
     _, errors = process.communicate()
     assert process.returncode == 130 and "Traceback" not in errors
     last = errors.strip().splitlines()[-1]
     assert f"mae.py: stopped by {signal_number.name} before the first step; nothing was changed" in last
-    run_script("mae.py", *SCRIPTS["mae"], *COMMON, "--max_train_steps", 2, "--output_dir", tmp_path / "out")
+    run_script("mae.py", *MAE, "--max_train_steps", 2, "--output_dir", tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -279,15 +251,9 @@ def test_a_signal_before_the_loop_leaves_cleanly(signal_number, tmp_path):
 @pytest.mark.parametrize("kilobytes", [1, 20, 60, 200])
 def test_a_full_disk_at_the_end_says_what_is_missing(kilobytes, tmp_path):
     """Training goes on without checkpoints; at the end exit code 2 and the names, without a traceback."""
-    flags = [*SCRIPTS["mae"], *COMMON, "--output_dir", tmp_path / "out"]
-    command = [sys.executable, str(ROOT / "training" / "mae.py"), *map(str, flags)]
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -f {kilobytes}; trap '' XFSZ; exec \"$@\"", "-", *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    flags = [*MAE, "--output_dir", tmp_path / "out"]
+    done = run_script("mae.py", *flags, file_limit=kilobytes, code=2)
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("mae.py: not written: ") and " model (" in last
     assert "No checkpoint at step 3: it could not be written" in done.stderr
@@ -472,7 +438,7 @@ def test_a_monitor_and_the_command_give_the_same_number(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_training_and_sampling_draw_the_same_images(tmp_path):
-    run_script("sit.py", *DIFFUSION, *COMMON, "--output_dir", tmp_path / "sit", "--guidance_scale", 1)
+    run_script("sit.py", *SIT, "--output_dir", tmp_path / "sit", "--guidance_scale", 1)
     command = ["sample", tmp_path / "sit", "--num", 4, "--num_inference_steps", 2, "--output", tmp_path / "samples"]
     subprocess.run(
         [sys.executable, "-m", "hf_decayed.cli", *map(str, command)],
@@ -492,7 +458,7 @@ def test_what_is_held_out_in_training_is_held_out_in_evaluation(tmp_path):
     Dataset.from_dict({"image": rows["image"], "label": rows["label"]}, features=features).to_parquet(
         tmp_path / "images.parquet"
     )
-    flags = [*SCRIPTS["mae"]] + ["--log_every", 1, "--cpu_threads", 1, "--max_train_steps", 2]
+    flags = [*MAE, "--max_train_samples", 300, "--max_train_steps", 2]
     flags += ["--dataset_path", tmp_path / "images.parquet", "--output_dir", tmp_path / "mae"]
     run_script("mae.py", *flags)
     dataset = json.loads((tmp_path / "mae" / "results.json").read_text())["dataset"]

@@ -1,10 +1,7 @@
 """`training/finetune.py`, `linear_probe.py`, `resnet.py`, `sweep.py`: they learn, they resume to the last bit, they tell what is wrong."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import finetune
@@ -12,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY_SIZES, random_weights
+from conftest import TINY_SIZES
 from conftest import run_script as run
 from datasets import load_dataset
 from PIL import Image
 from safetensors.torch import load_file
+from script_server import start_script
 from transformers import AutoModelForImageClassification
 
-from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForImageClassification, DecayedViTMAEForPreTraining
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForImageClassification
 from hf_decayed.data.augmentation import OPERATIONS, apply_operation, mixup_cutmix, rand_augment, random_erasing
 from hf_decayed.data.sources import load_splits
 from hf_decayed.data.transforms import Augmentation
@@ -29,15 +27,6 @@ from hf_decayed.run.optimization import layerwise_groups
 SMALL_FINETUNE = ["--max_train_samples", 240, "--max_eval_samples", 200, "--batch_size", 24, "--num_train_epochs", 2]
 SMALL_FINETUNE += ["--checkpointing_steps", 7, "--ema_decay", 0.9, "--drop_path", 0.2, "--mixup", 0.8, "--cutmix", 1]
 SMALL_FINETUNE += ["--rand_augment", 9, "--random_erasing", 0.25, "--log_every", 5]
-
-
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pretrained")
-    torch.manual_seed(0)
-    config = DecayedViTMAEConfig(**{**TINY_SIZES, "num_channels": 1})
-    random_weights(DecayedViTMAEForPreTraining(config)).save_pretrained(folder)
-    return folder
 
 
 def results(folder):
@@ -242,23 +231,19 @@ def test_residual_networks_resume_after_a_kill(tmp_path):
     assert model.config.id2label[9] == "Ankle boot" and model.config.depths == [2, 2, 3, 2]
 
     parts = [*few, "--output_dir", tmp_path / "parts"]
-    command = [sys.executable, str(ROOT / "training" / "resnet.py"), *map(str, parts)]
-    for number, sent in ((6, signal.SIGKILL), (18, signal.SIGTERM)):
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
+    resume = [*parts, "--resume_from_checkpoint", "latest"]
+    for number, sent, flags in ((6, signal.SIGKILL, parts), (18, signal.SIGTERM, resume)):
+        process = start_script("resnet.py", *flags)
         while not (tmp_path / "parts" / "checkpoints" / f"step-{number:08d}").exists():
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(sent)
-        printed = process.communicate()[0].decode()
-        command += ["--resume_from_checkpoint", "latest"]
+        printed, _ = process.communicate()
     assert process.returncode == 0 and "stopped by SIGTERM at step" in printed
     unfinished = run("resnet.py", *parts, code=2)
     assert "holds a run that did not finish" in unfinished.stderr
-    refused = run("resnet.py", *parts, "--resume_from_checkpoint", "latest", "--shortcut_decay", 0.9, code=2)
-    assert "belongs to another run" in refused.stderr
-    assert "resumed at step" in run("resnet.py", *parts, "--resume_from_checkpoint", "latest").stdout
+    assert "belongs to another run" in run("resnet.py", *resume, "--shortcut_decay", 0.9, code=2).stderr
+    assert "resumed at step" in run("resnet.py", *resume).stdout
     assert same(tmp_path / "whole" / "model.safetensors", tmp_path / "parts" / "model.safetensors")
     assert results(tmp_path / "parts")["effective_rank"] == whole["effective_rank"]
     run("resnet.py", *few, "--output_dir", tmp_path / "two", processes=2)
