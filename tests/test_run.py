@@ -261,6 +261,18 @@ def test_a_full_disk_at_the_end_says_what_is_missing(kilobytes, tmp_path):
     assert not list((tmp_path / "out").rglob(".writing*"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk_at_the_end_of_a_chain(tmp_path):
+    """Neither the network of the last level nor the pipeline of all levels can be written."""
+    flags = [*small_run("nested", tmp_path, None), "--output_dir", tmp_path / "out"]
+    run_script("nested.py", *flags, "--level", 2)
+    done = run_script("nested.py", *flags, "--level", 1, file_limit=20, code=2)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("nested.py: not written: network (") and "; pipeline (" in last
+    assert "Traceback" not in done.stderr and not (tmp_path / "out" / "README.md").exists()
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [

@@ -120,7 +120,7 @@ class HierarchicalLatentConfig(PreTrainedConfig):
                 )
             if not all(math.isfinite(number) for number in numbers):
                 raise ValueError(f"`{name}` must be finite, got {numbers}.")
-        if min(self.image_std) <= 0:
+        if any(number <= 0 for number in self.image_std):
             raise ValueError(f"`image_std` must be above 0, got {list(self.image_std)}.")
 
 

@@ -314,12 +314,14 @@ def save_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: Ne
     `last_results` are those of the run that completes the chain; the other levels' are read from their folders.
     """
     if run.is_main_process:
-        pipeline.save_pretrained(folder)
+        with run.writing("pipeline"):
+            pipeline.save_pretrained(folder)
     measured = monitor.evaluate(pipeline)
     settings: dict[str, Any] = monitor.settings
     rows, _ = sample_groups(pipeline, PICTURE_ROWS, PICTURE_ROWS, monitor.num_classes, **settings)
     if run.is_main_process:
-        save_grid(folder / "samples.png", rows.permute(0, 2, 3, 1).numpy())
+        with run.writing("samples.png"):
+            save_grid(folder / "samples.png", rows.permute(0, 2, 3, 1).numpy())
         runs = {
             level: last_results
             if level == last_results["level"]
@@ -333,7 +335,10 @@ def save_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: Ne
         results["seconds"] = round(sum(level_results["seconds"] for level_results in runs.values()), 1)
         fields = ("loss", "steps", "seconds", "hardware")
         results["levels"] = {str(level): {field: runs[level][field] for field in fields} for level in runs}
-        replace_text(folder / "results.json", json.dumps(results, indent=2) + "\n")
-        write_card(folder)
-        print(f"pipeline of {pipeline.num_levels} levels, samples.png, results.json: {folder}")
+        with run.writing("results.json"):
+            replace_text(folder / "results.json", json.dumps(results, indent=2) + "\n")
+        if not run.unwritten:
+            with run.writing("README.md"):
+                write_card(folder)
+            print(f"pipeline of {pipeline.num_levels} levels, samples.png, results.json: {folder}")
     run.accelerator.wait_for_everyone()
