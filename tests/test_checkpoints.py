@@ -31,9 +31,9 @@ import re, warnings
 from pathlib import Path
 for name in sys.argv[1:]:
     lines = re.search(r"```python\\n(.*?)```", Path("model_cards", name, "README.md").read_text(), re.DOTALL)[1]
-    found = {}
-    exec(lines, found)
-    result = found["pooler_output"] if "pooler_output" in found else found["image"]
+    names = {}
+    exec(lines, names)
+    result = names["pooler_output"] if "pooler_output" in names else names["image"]
     print(name, tuple(result.shape) if hasattr(result, "shape") else result.size)
 """
 
@@ -58,15 +58,15 @@ def readme_table() -> str:
 
 
 def generator_row(name: str, row: dict) -> str:
-    distance = next(each for each in row if each.startswith("frechet_"))
+    distance = next(metric for metric in row if metric.startswith("frechet_"))
     cells = [f"{row[distance]:.3f} +- {row[distance + '_spread']:.3f}"]
-    return f"| {name} | {' | '.join(cells + [f'{row[each]:.2f}' for each in ('precision', 'recall')])} |"
+    return f"| {name} | {' | '.join(cells + [f'{row[metric]:.2f}' for metric in ('precision', 'recall')])} |"
 
 
 def autoencoder_row(name: str, last: dict, middle: dict | None = None) -> str:
     cells = [f"{100 * last['knn_accuracy']:.1f}", f"{100 * last['linear_accuracy']:.1f}"]
     cells += [f"{last['effective_rank']:.2f}"]
-    cells += [f"{100 * middle[each]:.1f}" for each in ("knn_accuracy", "linear_accuracy")] if middle else ["", ""]
+    cells += [f"{100 * middle[metric]:.1f}" for metric in ("knn_accuracy", "linear_accuracy")] if middle else ["", ""]
     return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -190,9 +190,9 @@ def test_the_numbers_of_a_card_come_out_again(name, tmp_path):
             if "CIFAR100" not in os.environ:
                 pytest.skip("needs CIFAR-100")
             words[words.index("--dataset_path") + 1] = os.environ["CIFAR100"]
-        for flag, place in (("--output", "again.json"), ("--features_dir", "features"), ("--samples_dir", "samples")):
+        for flag, name in (("--output", "again.json"), ("--features_dir", "features"), ("--samples_dir", "samples")):
             words = [word for index, word in enumerate(words) if flag not in (word, words[index - 1])]
-            words += [flag, str(tmp_path / place)]
+            words += [flag, str(tmp_path / name)]
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
         again = json.loads((tmp_path / "again.json").read_text())
         assert again["protocol_hash"] == recorded["protocol_hash"]

@@ -259,7 +259,7 @@ def test_the_middle_is_the_same_for_training_and_for_judging():
         keys = [(0, 0), (0, 1)]
         at_once = augmentation.batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), keys)["pixel_values"]
         one_by_one = augmentation.images(list(pixels), keys)["pixel_values"]
-        judged = CenterCropProcessor(*size, signed=True)([Image.fromarray(each) for each in pixels])["pixel_values"]
+        judged = CenterCropProcessor(*size, signed=True)([Image.fromarray(image) for image in pixels])["pixel_values"]
         torch.testing.assert_close(judged, one_by_one)
         torch.testing.assert_close(judged, at_once, atol=3 / 127.5, rtol=0)  # Pillow rounds between its passes
     assert np.array_equal(center_crop(pixels[0], (40, 40)), pixels[0, :, 10:50])

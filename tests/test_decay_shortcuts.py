@@ -310,10 +310,10 @@ def test_keep_function_and_back(name):
 def test_keep_function_is_the_decayed_network():
     """What remains after `keep_function` is the ordinary decay with other weights."""
     plain, inputs = build("ViT")
-    kept = decay_shortcuts(shrink_eps(copy.deepcopy(plain)), 0.6, keep_function=True)
+    continued = decay_shortcuts(shrink_eps(copy.deepcopy(plain)), 0.6, keep_function=True)
     ordinary = decay_shortcuts(shrink_eps(copy.deepcopy(plain)), 0.6)
-    ordinary.load_state_dict(kept.state_dict())
-    assert_same(ordinary(**inputs)[0], kept(**inputs)[0], 1e-8)
+    ordinary.load_state_dict(continued.state_dict())
+    assert_same(ordinary(**inputs)[0], continued(**inputs)[0], 1e-8)
 
 
 @pytest.mark.parametrize("name", ["ViT", "ViTMAE", "GPT-2", "ConvNeXt", "DiT"])

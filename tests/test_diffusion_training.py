@@ -78,11 +78,11 @@ def test_kept_latents_are_the_latents(tmp_path):
     splits = ImageSplits("ten", train, train, "none", "image", "label")
     settings = {"image_size": 28, "seed": 3, "accelerator": Accelerator(cpu=True)}
     encoded = latent_images(vae, splits, **settings)
-    kept = latent_images(vae, splits, **settings, cache_dir=tmp_path)
+    in_memory = latent_images(vae, splits, **settings, cache_dir=tmp_path)
     on_disk = latent_images(vae, splits, **settings, cache_dir=tmp_path, memory_limit=0)
-    assert kept.memory is not None and on_disk.memory is None and len(kept) == len(encoded) == 10
+    assert in_memory.memory is not None and on_disk.memory is None and len(in_memory) == len(encoded) == 10
     keys = [(epoch, index) for epoch in (0, 1) for index in (7, 2, 9, 0)]
-    batches = [each.__getitems__(keys) for each in (encoded, kept, on_disk)]
+    batches = [images.__getitems__(keys) for images in (encoded, in_memory, on_disk)]
     assert batches[0]["pixel_values"].shape == (8, 3, 14, 14)
     for batch in batches[1:]:
         for name in batches[0]:
@@ -91,13 +91,13 @@ def test_kept_latents_are_the_latents(tmp_path):
     # By hand: an image that is turned round in this epoch, and one that is not.
     turned = [sample_generator(3, *key).random(23)[22] < 0.5 for key in keys]
     assert len(set(turned)) == 2
-    for place in (turned.index(True), turned.index(False)):
-        pixels = torch.tensor(np.array(train[keys[place][1]]["image"])).float().div(127.5).sub(1)[None, None]
+    for position in (turned.index(True), turned.index(False)):
+        pixels = torch.tensor(np.array(train[keys[position][1]]["image"])).float().div(127.5).sub(1)[None, None]
         with torch.no_grad():
-            posterior = vae.encode(pixels.flip(-1) if turned[place] else pixels).latent_dist
-        noise = sample_generator(3, *keys[place], stream=3).standard_normal((3, 14, 14), dtype=np.float32)
+            posterior = vae.encode(pixels.flip(-1) if turned[position] else pixels).latent_dist
+        noise = sample_generator(3, *keys[position], stream=3).standard_normal((3, 14, 14), dtype=np.float32)
         expected = (posterior.mean + posterior.std * torch.from_numpy(noise) - 0.1) * vae.config.scaling_factor
-        torch.testing.assert_close(batches[1]["pixel_values"][place], expected[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(batches[1]["pixel_values"][position], expected[0], rtol=1e-4, atol=1e-5)
 
 
 def test_latents_are_encoded_once(tmp_path):
@@ -118,10 +118,10 @@ def test_latents_are_encoded_once(tmp_path):
     again = cache_latents(vae, images, tmp_path, {"data": "ten"}, **settings)
     after = [shard.stat().st_mtime_ns for shard in again]
     assert [old == new for old, new in zip(before, after)] == [True, False, True]
-    kept = CachedLatents(again, 0, seed=0, scale=1.0, shift=0.0, flip=False)
-    whole = CachedLatents(again, 2**30, seed=0, scale=1.0, shift=0.0, flip=False)
+    on_disk = CachedLatents(again, 0, seed=0, scale=1.0, shift=0.0, flip=False)
+    in_memory = CachedLatents(again, 2**30, seed=0, scale=1.0, shift=0.0, flip=False)
     keys = [(0, index) for index in range(10)]
-    assert torch.equal(kept.__getitems__(keys)["pixel_values"], whole.__getitems__(keys)["pixel_values"])
+    assert torch.equal(on_disk.__getitems__(keys)["pixel_values"], in_memory.__getitems__(keys)["pixel_values"])
 
 
 @pytest.mark.slow
@@ -132,9 +132,9 @@ def test_training_on_latents(tmp_path):
     flags += ["--learning_rate", 1e-4]
     run_script("sit.py", *flags, "--output_dir", tmp_path / "kept")
     run_script("sit.py", *flags, "--output_dir", tmp_path / "encoded", "--keep_latents", "false")
-    kept, encoded = losses(tmp_path / "kept"), losses(tmp_path / "encoded")
-    assert kept[0] == pytest.approx(encoded[0], rel=1e-6)
-    assert kept == pytest.approx(
+    cached, encoded = losses(tmp_path / "kept"), losses(tmp_path / "encoded")
+    assert cached[0] == pytest.approx(encoded[0], rel=1e-6)
+    assert cached == pytest.approx(
         encoded, rel=1e-3
     )  # Adam's first steps follow the sign of gradients that are rounding
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "kept", trust_remote_code=True)
@@ -213,10 +213,10 @@ def test_what_it_refuses_and_what_it_takes(tmp_path):
 
 @pytest.mark.parametrize("script", [uvit, sit])
 def test_fields_that_there_are_not(script, capsys):
-    for field, said in (
+    for field, sentence in (
         ("hidden_sizes=64", "'hidden_sizes' is not a field of the config; did you mean 'hidden_size'?"),
         ("num_classes=3", "--set num_classes: it follows from the data"),
     ):
         with pytest.raises(SystemExit) as stopped:
             script.parse_arguments(["--set", field])
-        assert stopped.value.code == 2 and said in capsys.readouterr().err
+        assert stopped.value.code == 2 and sentence in capsys.readouterr().err

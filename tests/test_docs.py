@@ -39,8 +39,8 @@ def test_the_site_has_every_page():
 def test_the_api_reference_names_what_exists():
     for name in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE):
         module, _, attribute = name.rpartition(".")
-        found = importlib.import_module(name if attribute.islower() else module)
-        assert attribute.islower() or hasattr(found, attribute), name
+        imported = importlib.import_module(name if attribute.islower() else module)
+        assert attribute.islower() or hasattr(imported, attribute), name
 
 
 @pytest.mark.parametrize("name", ["quick_start", "training", "diffusion", "evaluation"])

@@ -190,13 +190,13 @@ def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
     assert [round(shares[step], 3) for step in (1, 2, 10, 11, 12)] == [0.0, 0.111, 1.0, 1.0, 1.0]
 
     # Resumed on the way down, it goes on from there.
-    kept = weights(tmp_path / "lowered")
+    whole = weights(tmp_path / "lowered")
     shutil.rmtree(tmp_path / "lowered" / "checkpoints" / "step-00000010")
     for leftover in ("model.safetensors", "results.json"):
         (tmp_path / "lowered" / leftover).unlink()
     assert "resumed at step 5" in run(recipe, tmp_path / "lowered", *flags).stdout
-    again = weights(tmp_path / "lowered")
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    resumed = weights(tmp_path / "lowered")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 @pytest.mark.parametrize(
@@ -369,9 +369,9 @@ def test_bad_images_are_counted_wherever_they_are_decoded(recipe, tmp_path, data
     stopped = run(recipe, tmp_path / "out", *flags, code=2).stderr.strip().splitlines()[-1]
     assert stopped.startswith("mae.py: The image 'junk.png' (row ") and "Traceback" not in stopped
     run(recipe, tmp_path / "out", *flags, "--on_bad_image", "skip")
-    found = json.loads((tmp_path / "out" / "results.json").read_text())["bad_images"]
+    bad_images = json.loads((tmp_path / "out" / "results.json").read_text())["bad_images"]
     assert (
-        2 <= found <= 2 * 4
+        2 <= bad_images <= 2 * 4
     )  # 192 images seen of about 76: each bad one two or three times, or four with its neighbour
 
 
@@ -472,5 +472,9 @@ def test_compiled_checkpointed_and_in_half_precision(recipe, tmp_path):
     run(recipe, tmp_path / "plain", "--set", "hidden_dropout_prob=0.0")
     expected = losses(tmp_path / "plain")
     for name, tolerance in (("compile", 1e-5), ("gradient_checkpointing", 1e-6), ("mixed_precision", 0.02)):
-        found = losses(tmp_path / name)
-        assert all(abs(found[step] - loss) < tolerance for step, loss in expected.items()), (name, found, expected)
+        measured = losses(tmp_path / name)
+        assert all(abs(measured[step] - loss) < tolerance for step, loss in expected.items()), (
+            name,
+            measured,
+            expected,
+        )

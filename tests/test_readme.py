@@ -170,7 +170,7 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
     model.save_pretrained("outputs/mae")
     AutoModel.from_config(model.config).save_pretrained("facebook/dinov2-base")
     Image.new("RGB", (40, 30), "orange").save("photo.jpg")
-    said = {
+    expected = {
         "segment": "1 image by 2 models",
         "convert": "written to",
         "card": "written: ",
@@ -181,7 +181,7 @@ def test_commands_run(tmp_path, monkeypatch, capsys):
         if line.startswith("hf-decayed publish") and "--dry_run" not in line:
             continue  # tests/test_publishing.py pushes
         assert main(shlex.split(line)[1:]) == 0, (line, capsys.readouterr().err)
-        assert said[line.split()[1]] in capsys.readouterr().out
+        assert expected[line.split()[1]] in capsys.readouterr().out
 
 
 def equivalence_table() -> str:

@@ -132,15 +132,15 @@ def test_norms_of_our_encoder(preset, pixel_values):
 def test_norms_of_our_resnet():
     sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]}
     model = DecayedResNetModel(DecayedResNetConfig(**sizes, shortcut_decay=0.5)).eval()
-    kept = {"shortcut": [], "layer": []}
+    outputs = {"shortcut": [], "layer": []}
     for name, module in model.named_modules():
-        if name.startswith("encoder") and name.rpartition(".")[2] in kept and not name.endswith("layers"):
-            values = kept[name.rpartition(".")[2]]
+        if name.startswith("encoder") and name.rpartition(".")[2] in outputs and not name.endswith("layers"):
+            values = outputs[name.rpartition(".")[2]]
             module.register_forward_hook(lambda module, args, output, values=values: values.append(output.clone()))
     norms = all_norms(model, torch.randn(2, 3, 32, 32))
     assert find_shortcuts(model).alphas == [[alpha] for alpha in model.config.shortcut_alphas()]
-    assert len(norms) == len(kept["shortcut"]) == len(kept["layer"]) == 4
-    for (stream, branch), shortcut, layer in zip(norms, kept["shortcut"], kept["layer"]):
+    assert len(norms) == len(outputs["shortcut"]) == len(outputs["layer"]) == 4
+    for (stream, branch), shortcut, layer in zip(norms, outputs["shortcut"], outputs["layer"]):
         torch.testing.assert_close((stream, branch), (mean_norm(shortcut), mean_norm(layer)))
 
 

@@ -97,7 +97,9 @@ def test_every_operation_of_rand_augment(mode):
 def test_rand_augment_is_drawn_for_the_sample():
     images = [Image.fromarray(np.full((8, 8, 3), 90, dtype=np.uint8)) for _ in range(400)]
     changed = [np.asarray(rand_augment(image, np.random.default_rng(seed))) != 90 for seed, image in enumerate(images)]
-    assert 0.2 < np.mean([each.any() for each in changed]) < 0.7  # each of two operations half the time; some are idle
+    assert (
+        0.2 < np.mean([difference.any() for difference in changed]) < 0.7
+    )  # each of two operations half the time; some are idle
     settings = {
         "image_size": (16, 16),
         "num_channels": 3,
@@ -225,8 +227,8 @@ def test_residual_networks_resume_after_a_kill(tmp_path):
     run("resnet.py", *few, "--output_dir", tmp_path / "whole")
     whole = results(tmp_path / "whole")
     assert whole["steps"] == 40 and whole["num_blocks"] == 9 and whole["shortcut_decay"] == 0.7
-    looks = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    assert [look["step"] for look in looks if "effective_rank_stage4" in look] == [0, 9, 18, 27, 36, 40]
+    records = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "effective_rank_stage4" in record] == [0, 9, 18, 27, 36, 40]
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "whole")
     assert model.config.id2label[9] == "Ankle boot" and model.config.depths == [2, 2, 3, 2]
 
