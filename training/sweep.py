@@ -42,7 +42,7 @@ from hf_decayed.run.arguments import list_recipes
 
 SCRIPTS = Path(__file__).parent
 GRIDS = SCRIPTS / "recipes" / "sweeps"
-GRID_KEYS = {"script", "recipe", "flags", "runs", "axes", "seeds", "evaluation"}
+GRID_KEYS = {"script", "recipe", "flags", "runs", "axes", "seeds", "evaluation", "reference"}
 CURVE_METRICS = {"step", "loss", "encoder_norm", "knn_accuracy", "effective_rank"}  # that records of encoders keep
 
 
@@ -100,7 +100,7 @@ def main(arguments=None) -> None:
                 file.write(json.dumps(record) + "\n")
     order = {run["name"]: index for index, run in enumerate(runs)}  # of the grid, whichever run finished first
     records = sorted(read_records(records_file), key=lambda record: order.get(record["name"], len(order)))
-    print(write_report(records, options.output_dir, options.tsne))
+    print(write_report(records, options.output_dir, options.tsne, grid.get("reference")))
 
 
 def expand(grid: dict, data: dict) -> list[dict]:

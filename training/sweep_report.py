@@ -32,12 +32,18 @@ METRIC_TITLES = {
 }
 
 
-def write_report(records: list[dict], output_dir: Path, tsne_runs: list[str] | None = None) -> str:
+SMALLEST_DISTANCE = 3e-8  # of two losses in float32: half a unit in the last place; equal losses are drawn there
+
+
+def write_report(
+    records: list[dict], output_dir: Path, tsne_runs: list[str] | None = None, reference: str | None = None
+) -> str:
     """Writes `tables.md` and plots to `<output_dir>/report`; returns the tables, and which plots are missing and why.
 
     Args:
         output_dir (`Path`): Folder of the sweep, with the folders of its runs. Only samples and t-SNE need these.
         tsne_runs (`list[str]`, *optional*): Names of the runs of the t-SNE plot, by default the first and the last.
+        reference (`str`, *optional*): Name of the run that losses are compared with, on a logarithmic axis.
     """
     if not records:
         raise UserError(f"There is nothing to report in {output_dir} yet.")
@@ -49,7 +55,7 @@ def write_report(records: list[dict], output_dir: Path, tsne_runs: list[str] | N
     tables = format_tables(records)
     (folder / "tables.md").write_text(tables)
     missing = defaultdict(list)
-    for name, save in list_plots(records, output_dir, tsne_runs).items():
+    for name, save in list_plots(records, output_dir, tsne_runs, reference).items():
         try:
             save(folder / name)
         except UserError as error:
@@ -59,7 +65,7 @@ def write_report(records: list[dict], output_dir: Path, tsne_runs: list[str] | N
 
 
 def list_plots(
-    records: list[dict], output_dir: Path, tsne_runs: list[str] | None = None
+    records: list[dict], output_dir: Path, tsne_runs: list[str] | None = None, reference: str | None = None
 ) -> dict[str, Callable[[Path], None]]:
     """Functions that draw the plots of the records, by file name."""
     plots: dict[str, Callable[[Path], None]] = {}
@@ -70,7 +76,7 @@ def list_plots(
     if trained:
         plots["accuracy_against_decay.png"] = lambda path: save_decay(path, trained)
         plots["rank_and_accuracy.png"] = lambda path: save_training(path, group_by_name(trained))
-        plots["losses.png"] = lambda path: save_losses(path, group_by_name(trained))
+        plots["losses.png"] = lambda path: save_losses(path, group_by_name(trained), reference)
     if by_encoder:
         plots["accuracy_by_layer.png"] = lambda path: save_layers(path, by_encoder)
         if any(has_skip_ablation(record) for record in encoders(records)):
@@ -113,21 +119,30 @@ def save_decay(path: Path, records: list[dict]) -> None:
     save_figure(figure, path)
 
 
-def save_losses(path: Path, groups: Groups) -> None:
-    """Training losses, and how far they are from those of the first run with the same seed, which saw the same batches."""
+def save_losses(path: Path, groups: Groups, reference: str | None = None) -> None:
+    """Training losses, and how far they are from those of a run with the same seed, which saw the same batches.
+
+    That run is the first one, or `reference`: then distances are drawn on a logarithmic axis, without smoothing.
+    """
     pyplot = require_matplotlib()
     figure, (loss_axis, difference_axis) = pyplot.subplots(1, 2, figsize=(11, 3.8))
-    first = {record["seed"]: read_losses(record) for record in next(iter(groups.values()))}
+    compared = reference if reference in groups else next(iter(groups))
+    expected = {record["seed"]: read_losses(record) for record in groups[compared]}
     for number, (name, records) in enumerate(groups.items()):
         style = {"color": run_color(number, len(groups)), "linewidth": 1.2}
         for index, record in enumerate(records):
-            losses, reference = read_losses(record), first.get(record["seed"], {})
-            differences = {step: loss - reference[step] for step, loss in losses.items() if step in reference}
+            losses, others = read_losses(record), expected.get(record["seed"], {})
+            differences = {step: loss - others[step] for step, loss in losses.items() if step in others}
             label = name if index == 0 else None
             loss_axis.plot(list(losses), smooth(list(losses.values())), label=label, **style)
-            difference_axis.plot(list(differences), smooth(list(differences.values())), **style)
+            if reference is None:
+                difference_axis.plot(list(differences), smooth(list(differences.values())), **style)
+            elif name != compared:
+                distances = np.maximum(np.abs(list(differences.values())), SMALLEST_DISTANCE)
+                difference_axis.semilogy(list(differences), distances, **style)
     loss_axis.set(xlabel="step", title="training loss, smoothed")
-    difference_axis.set(xlabel="step", title=f"difference to '{next(iter(groups))}' of the same seed")
+    word = "difference" if reference is None else "distance"
+    difference_axis.set(xlabel="step", title=f"{word} to '{compared}' of the same seed")
     for axis in (loss_axis, difference_axis):
         axis.grid(alpha=0.3)
     loss_axis.legend(fontsize=8)
