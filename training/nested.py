@@ -71,7 +71,10 @@ def parse_arguments(arguments=None):
     )
     training.add_argument("--condition_dropout", type=fraction, default=0.1, help="of the latents above, for guidance")
     training.add_argument(
-        "--prediction_type", choices=["epsilon", "v_prediction"], default="epsilon", help="the noise, or the velocity"
+        "--prediction_type",
+        choices=["epsilon", "v_prediction", "sample"],
+        default="epsilon",
+        help="the noise, the velocity, or the image, which small networks with large patches learn soonest",
     )
     parser.set_defaults(
         max_train_steps=500_000,
@@ -172,6 +175,8 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
         target = batch["noise"]
         if options.prediction_type == "v_prediction":
             target = noise_schedule.get_velocity(batch["sample"], batch["noise"], timesteps)
+        elif options.prediction_type == "sample":
+            target = batch["sample"]
         # The latents above, with noise. One draw drops them and the class, so that the prediction without both, which
         # guidance starts from, is trained.
         conditions = [

@@ -27,7 +27,10 @@ def parse_arguments(arguments=None):
     parser = flags.ScriptParser(__file__, __doc__)
     _, training = flags.add_diffusion_arguments(parser, SIZES, "DPM-Solver++", batch_size=128, ema_decay=0.9999)
     training.add_argument(
-        "--prediction_type", choices=["epsilon", "v_prediction"], default="epsilon", help="the noise, or the velocity"
+        "--prediction_type",
+        choices=["epsilon", "v_prediction", "sample"],
+        default="epsilon",
+        help="the noise, the velocity, or the image, which small networks with large patches learn soonest",
     )
     parser.set_defaults(
         max_train_steps=500_000, learning_rate=2e-4, warmup_steps=2500, weight_decay=0.03, adam_beta1=0.99
@@ -76,6 +79,8 @@ def main():
         target = batch["noise"]
         if options.prediction_type == "v_prediction":
             target = noise_schedule.get_velocity(batch["pixel_values"], batch["noise"], timesteps)
+        elif options.prediction_type == "sample":
+            target = batch["pixel_values"]
         with run.accumulate(model):
             predicted = model(noisy, timesteps, **data.conditions(batch, options.class_dropout)).sample
             run.backward(F.mse_loss(predicted.float(), target))
