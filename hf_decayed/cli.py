@@ -7,7 +7,15 @@ from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 
-from .command_line import OneLineParser, non_negative_int, parse_field, positive_int, shortcut_decay
+from .command_line import (
+    OneLineParser,
+    boolean,
+    latent_shape,
+    non_negative_int,
+    parse_field,
+    positive_int,
+    shortcut_decay,
+)
 from .errors import format_error
 
 
@@ -34,7 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for add_command in (add_convert, add_evaluate, add_report, add_sample, add_segment, add_card, add_publish):
+    for add_command in (
+        add_convert,
+        add_evaluate,
+        add_report,
+        add_latents,
+        add_sample,
+        add_segment,
+        add_card,
+        add_publish,
+    ):
         add_command(commands)
     options = parser.parse_args(arguments)
     options.command_words = arguments
@@ -169,6 +186,55 @@ def run_report(options) -> str:
     settings = {name: getattr(options, name) for name in inspect.signature(write_report).parameters if name in options}
     extraction = Extraction(Path(options.features_dir), options.batch_size, options.num_workers, options.on_bad_image)
     return write_report(data=data_arguments(options), extraction=extraction, **settings)
+
+
+def add_latents(commands):
+    from .data.arguments import add_data_arguments
+
+    parser = commands.add_parser(
+        "latents",
+        help="cache the latents of a nested diffusion model",
+        description="Encodes images into the latents of all levels of a nested diffusion model: fits the SVDs, and writes the "
+        "cache that training/nested.py with the same flags uses, so that levels can be trained at once on several machines. "
+        "A command that was stopped continues when it is repeated.",
+        epilog="examples:\n  hf-decayed latents facebook/dino-vitb16 --dataset_path photos --image_size 256 --vae "
+        "stabilityai/sd-vae-ft-ema\n  accelerate launch --num_processes 8 -m hf_decayed.cli latents facebook/dino-vitb16 "
+        "--dataset_path photos --image_size 256",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("encoder", metavar="ENCODER", help="folder or repository of an encoder, or random_projection")
+    parser.add_argument(
+        "--hierarchy",
+        type=latent_shape,
+        nargs="+",
+        default=[(1, 256, 1), (2, 128, 1), (4, 64, 2), (8, 32, 2)],
+        metavar="GRIDxCHANNELS[/PATCH]",
+        help="latents above level 1, the highest first (default: the dissertation's, for 256 pixels)",
+    )
+    parser.add_argument(
+        "--min_crop_size", type=positive_int, default=64, help="below, the encoder's feature map is used"
+    )
+    parser.add_argument("--svd_images", type=positive_int, default=50_000, help="that the SVDs are fitted on")
+    parser.add_argument("--vae", help="folder or repository of an AutoencoderKL, for latents of level 1")
+    data = add_data_arguments(parser)
+    data.add_argument("--max_train_samples", type=positive_int)
+    data.add_argument("--horizontal_flip", type=boolean, default=True, help="encode mirror images, too")
+    data.add_argument("--conditional", type=boolean, default=True, help="keep the labels")
+    data.add_argument("--image_size", type=positive_int, default=32, help="height and width of the center crop")
+    data.add_argument("--num_channels", type=positive_int, default=3, help="of the images, without a VAE")
+    parser.add_argument("--latents_dir", default="outputs/latents", metavar="DIR", help="(default: %(default)s)")
+    parser.set_defaults(run=run_latents)
+
+
+def run_latents(options) -> str:
+    from .data.arguments import data_arguments
+    from .data.nested_latents import precompute_latents
+    from .errors import UserError
+
+    if options.on_bad_image == "skip":
+        raise UserError("--on_bad_image skip: the images of level 1 and the latents above must stay in step.")
+    names = [name for name in inspect.signature(precompute_latents).parameters if name in options]
+    return precompute_latents(source=data_arguments(options), **{name: getattr(options, name) for name in names})
 
 
 def add_sample(commands):

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection
 
 import torch
@@ -49,6 +50,14 @@ positive_float = number(float, 0.0, above=True)
 non_negative_float = number(float, 0.0)
 fraction = number(float, 0.0, 1.0)
 positive_fraction = number(float, 0.0, 1.0, above=True)
+
+
+def latent_shape(text: str) -> tuple[int, int, int]:
+    """`4x64/2` is a latent of 4 x 4 vectors with 64 channels, in patches of 2 x 2; `1x256` has patches of 1."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:/([1-9]\d*))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be GRIDxCHANNELS or GRIDxCHANNELS/PATCH, such as 1x256, got {text!r}")
+    return int(match[1]), int(match[2]), int(match[3] or 1)
 
 
 def boolean(text: str) -> bool:

@@ -438,7 +438,7 @@ def test_help(capsys):
     explained = capsys.readouterr().out
     assert "alpha * x + f(x)" in explained and "from nothing to a repository" in explained
     commands = re.findall(r"^    (\w+) +\w", explained, re.MULTILINE)
-    assert commands == ["convert", "evaluate", "report", "sample", "segment", "card", "publish"]
+    assert commands == ["convert", "evaluate", "report", "latents", "sample", "segment", "card", "publish"]
     for command in commands:
         with pytest.raises(SystemExit) as stopped:
             main([command, "--help"])

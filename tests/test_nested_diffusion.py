@@ -10,6 +10,7 @@ import sys
 import time
 
 import nested
+import nested_report
 import pytest
 import torch
 from accelerate import Accelerator
@@ -35,6 +36,7 @@ from transformers import (
 
 from hf_decayed import (
     DecayedUViT2DModel,
+    DecayedUViTPipeline,
     DecayedViTMAEConfig,
     DecayedViTMAEModel,
     HierarchicalLatentConfig,
@@ -46,15 +48,23 @@ from hf_decayed import (
 from hf_decayed.cli import main
 from hf_decayed.data.keyed_random import sample_generator, sample_seed
 from hf_decayed.data.latents import pixel_images
-from hf_decayed.data.nested_latents import LatentTable, NestedLatents, cache_nested_latents, image_batches
-from hf_decayed.data.sources import ImageSplits, load_splits
-from hf_decayed.errors import DataError
+from hf_decayed.data.nested_latents import (
+    LatentTable,
+    NestedLatents,
+    cache_nested_latents,
+    image_batches,
+    load_latent_encoder,
+    random_projection,
+)
+from hf_decayed.data.sources import ImageSplits, load_image_splits, load_splits
+from hf_decayed.errors import DataError, UserError
 from hf_decayed.evaluation.nested import (
     chain_macs,
     equal_mac_depth,
     group_neighbours,
     oracle_reconstruction,
     sample_groups,
+    single_macs,
 )
 from hf_decayed.models.unet_nested_uvit import dissertation_levels
 
@@ -354,6 +364,65 @@ def test_wrong_latents():
     assert HierarchicalLatentConfig().levels == ((1, 256), (2, 128), (4, 64), (8, 32))
 
 
+def test_a_random_projection_is_linear_and_always_the_same():
+    model = latent_encoder([(1, 8)], encoder=random_projection(16, 1), pooling="patch_mean")
+    first, second = scenes(1, seed=1), scenes(1, seed=2)
+    latents = [model.encode(images)[2] for images in (first, second, 0.25 * first + 0.75 * second)]
+    torch.testing.assert_close(latents[2], 0.25 * latents[0] + 0.75 * latents[1], rtol=1e-3, atol=1e-4)
+    again = latent_encoder([(1, 8)], encoder=random_projection(16, 1), pooling="patch_mean")
+    assert again.config.fingerprint == model.config.fingerprint
+    assert model.encode(scenes(64))[2].var(dim=0).mean() == pytest.approx(1, abs=0.05)
+
+
+def latents_command(folder, *flags, encoder="random_projection"):
+    small = ["--hierarchy", "1x8", "2x4", "--min_crop_size", 7, "--max_train_samples", 40, "--svd_images", 40]
+    small += ["--image_size", 28, "--num_channels", 1, "--num_workers", 0, "--latents_dir", folder]
+    return main(["latents", encoder, *map(str, small), *map(str, flags)])
+
+
+def test_latents_are_cached_by_a_command(tmp_path, capsys, monkeypatch):
+    small_vae().save_pretrained(tmp_path / "vae")
+    assert latents_command(tmp_path / "cache", "--vae", tmp_path / "vae") == 0
+    printed = capsys.readouterr().out
+    assert "of 40 images (level 3: " in printed and "level 1: latents of the VAE" in printed
+    files = sorted((tmp_path / "cache").rglob("*.safetensors"))
+    kinds = {json.loads(file.read_text())["kind"]: file.parent for file in tmp_path.rglob("identity.json")}
+    assert set(kinds) == {"nested latents", "latents"} and len(files) == 3  # and the latent encoder
+    table = LatentTable(sorted(kinds["nested latents"].glob("*.safetensors")))
+    assert len(table) == 40 and table.rows(2, [3, 5], [False, True]).shape == (2, 4, 2, 2)
+    assert table.labels is not None
+
+    # Everything is there when it is called again; other flags make another cache.
+    monkeypatch.setattr(HierarchicalLatentEncoder, "features", lambda *_: pytest.fail("encoded again"))
+    assert latents_command(tmp_path / "cache", "--vae", tmp_path / "vae") == 0
+    monkeypatch.undo()
+    assert latents_command(tmp_path / "cache", "--horizontal_flip", "false", "--conditional", "false") == 0
+    assert len(sorted((tmp_path / "cache").rglob("*.safetensors"))) == 4
+    # The encoder is the one that training loads.
+    splits = load_image_splits().take(40)
+    arguments = (splits, 28, 1, [(1, 8), (2, 4)], 7, 40, tmp_path / "cache", Accelerator(cpu=True))
+    assert load_latent_encoder("random_projection", *arguments).config.fingerprint in printed
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ({"encoder": "nowhere/nothing"}, "nowhere/nothing"),
+        ({"flags": ["--num_channels", 3], "encoder": "model_cards/plain-mae-fashion-mnist"}, "channels"),
+        ({"flags": ["--hierarchy", "3x4"]}, "`image_size` must be divisible by the grid of every level, got 28 and 3"),
+        ({"flags": ["--hierarchy", "1x400"]}, "asks for 400 channels at level 2, and the encoder's features have 256"),
+        ({"flags": ["--dataset_name", "bundled:coloured", "--num_channels", 3]}, "draws new views in every epoch"),
+        ({"flags": ["--on_bad_image", "skip"]}, "must stay in step"),
+    ],
+)
+def test_wrong_flags_of_the_command(flags, sentence, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    encoder = flags.get("encoder", "random_projection")
+    assert latents_command(tmp_path, *flags.get("flags", []), encoder=encoder) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("hf-decayed latents: ") and sentence in error
+
+
 # The chain.
 
 
@@ -386,6 +455,17 @@ def test_a_chain_samples_all_levels(scheduler):
     both = pipeline(class_labels=[1, 2], num_inference_steps=3, generator=generators, output_type="pt", gamma=0.0)
     alone = pipeline(class_labels=2, num_inference_steps=3, generator=[seeded(4)], output_type="pt", gamma=0.0)
     torch.testing.assert_close(both.images[1:], alone.images, rtol=1e-4, atol=1e-5)
+
+
+def test_networks_may_predict_the_image():
+    """A network whose prediction is always the same image gives this image."""
+    network = level_network(1, [(16, 1, 4)])
+    network.forward = lambda sample, *_, **__: type("Output", (), {"sample": torch.full_like(sample, 0.25)})
+    scheduler = DPMSolverMultistepScheduler(prediction_type="sample")
+    pipeline = NestedDiffusionPipeline(scheduler, level_1=network, prediction_type="sample")
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(num_images=2, num_inference_steps=5, output_type="latent").images
+    torch.testing.assert_close(images, torch.full((2, 1, 16, 16), 0.25), rtol=0, atol=1e-3)
 
 
 def test_levels_share_nothing():
@@ -838,6 +918,42 @@ def test_the_single_network_of_the_same_cost():
         five = {level: NestedUViT2DModel.for_level(dissertation_levels(5), level) for level in range(1, 6)}
     large = NestedDiffusionPipeline(DDPMScheduler(), **{f"level_{level}": network for level, network in five.items()})
     assert equal_mac_depth(large)[0] == 16
+
+
+def test_report_of_chains_and_single_networks(tmp_path, monkeypatch, capsys):
+    encoder = latent_encoder()
+    results = {"steps": 3, "command": "accelerate launch training/nested.py", "latents": {"encoder": "tiny"}}
+    for seed in (0, 1):
+        folder = tmp_path / f"chain_{seed}"
+        chain(encoder=encoder, latent_fingerprint=encoder.config.fingerprint).save_pretrained(folder)
+        (folder / "results.json").write_text(json.dumps({**results, "seed": seed}))
+    sizes = {"sample_size": 16, "in_channels": 1, "patch_size": 4}
+    single = random_weights(DecayedUViT2DModel(**SIZES, **sizes))
+    DecayedUViTPipeline(single, DPMSolverMultistepScheduler()).save_pretrained(tmp_path / "single")
+    (tmp_path / "single" / "results.json").write_text(json.dumps({**results, "seed": 0}))
+    command = ["nested_report.py", *(str(tmp_path / f"chain_{seed}") for seed in (0, 1)), "--single"]
+    command += [str(tmp_path / "single"), "--num", "12", "--num_latents", "2", "--sample_steps", "2"]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "report.json")])
+    nested_report.main()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert list(report["results"]) == ["chain_0", "chain_1", "single", "held_out_images"]
+    first = report["results"]["chain_0"]
+    assert first["seed"] == 0 and first["encoder"] == "tiny" and first["sigmas"] == [0.5, 0.5]
+    assert 0 <= first["latent_knn_accuracy"] <= 1 and first["within_distance"] > 0
+    assert (
+        report["results"]["single"]["macs"] == single_macs(single) == NestedUViT2DModel(**SIZES, **sizes).count_macs()
+    )
+    distances, latents = nested_report.format_report(report).values()
+    assert distances in (printed := capsys.readouterr().out) and latents in printed
+    assert [line.split(" | ")[0] for line in distances.splitlines()[2:]] == [
+        "| chain, tiny, sigma 0.5, 0.5",
+        "| one network",
+        "| held-out images",
+    ]
+    assert len(latents.splitlines()) == 3 and latents.splitlines()[2].count(", ") == 2 + 7  # two seeds in every cell
+    monkeypatch.setattr(sys, "argv", ["nested_report.py", str(tmp_path / "single")])
+    with pytest.raises(UserError, match="holds a DecayedUViTPipeline: chains come first"):
+        nested_report.main()
 
 
 @pytest.mark.slow

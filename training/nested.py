@@ -10,15 +10,13 @@ a pipeline and a picture, whose rows share their top latent and differ below. Le
 is a file in `training/recipes/nested`; every flag overrides it.
 """
 
-import argparse
 import os
-import re
 from pathlib import Path
 
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
 from torch.nn import functional as F
 
-from hf_decayed.command_line import fraction, non_negative_float, positive_int
+from hf_decayed.command_line import fraction, latent_shape, non_negative_float, positive_int
 from hf_decayed.errors import UserError
 from hf_decayed.models.unet_nested_uvit import SIZES, NestedUViT2DModel
 from hf_decayed.pipelines.pipeline_nested_diffusion import NestedDiffusionPipeline
@@ -35,19 +33,14 @@ LATENT_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_e
 DERIVED_FIELDS = ("condition_levels", "condition_sigmas", "level", "latent_fingerprint")
 
 
-def latent_shape(text: str) -> tuple[int, int, int]:
-    """`4x64/2` is a latent of 4 x 4 vectors with 64 channels, in patches of 2 x 2; `1x256` has patches of 1."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:/([1-9]\d*))?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be GRIDxCHANNELS or GRIDxCHANNELS/PATCH, such as 1x256, got {text!r}")
-    return int(match[1]), int(match[2]), int(match[3] or 1)
-
-
 def parse_arguments(arguments=None):
     parser = flags.ScriptParser(__file__, __doc__)
     model, training = flags.add_diffusion_arguments(parser, SIZES, "DPM-Solver++", batch_size=512, ema_decay=0.9999)
     parser.add_argument("--level", type=positive_int, help="train this one; by default all, the highest first")
-    model.add_argument("--encoder", help="folder or repository of the frozen encoder, with its image processor")
+    model.add_argument(
+        "--encoder",
+        help="folder or repository of the frozen encoder, with its image processor; or random_projection, of pixels, a control",
+    )
     model.add_argument(
         "--hierarchy",
         type=latent_shape,

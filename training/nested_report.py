@@ -1,24 +1,28 @@
-"""Judges chains of nested diffusion, and single networks to compare: leakage, distances to real images, use of latents.
+"""Judges chains of nested diffusion, and single networks to compare: distances to real images, leakage, use of latents.
 
     python training/nested_report.py outputs/nested
     python training/nested_report.py outputs/sigma_0 outputs/sigma_0.5 outputs/sigma_1 --single outputs/uvit --output report.json
 
-For every chain: how well an image is reconstructed from its own upper latents (held-out images), which says how much they
-give away; Frechet and kernel distance of samples to training images; whether samples with one top latent are neighbours; the
-cost of a step, and the depth of the single network of the same cost. Prints a table, and writes it as JSON.
+For every model: Frechet and kernel distance of samples to training images, with their spread. For every chain: how well an
+image is reconstructed from its own upper latents (held-out images), which says how much they give away; whether samples with
+one top latent are neighbours; kNN accuracy of the top latent; the cost of a step, and the depth of the single network of the
+same cost. Prints tables, with one entry for each seed of a setting, and writes JSON.
 """
 
 import argparse
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import torch
+from sweep_tables import markdown_table
 
 from hf_decayed.command_line import OneLineParser, non_negative_float, non_negative_int, positive_int
 from hf_decayed.data.arguments import add_data_arguments, data_arguments
-from hf_decayed.data.nested_latents import image_batches
+from hf_decayed.data.nested_latents import hierarchy_images, image_batches
 from hf_decayed.data.sources import load_image_splits
 from hf_decayed.errors import UserError
+from hf_decayed.evaluation import knn_accuracy
 from hf_decayed.evaluation.generation import image_features, sample_scores
 from hf_decayed.evaluation.nested import (
     batches,
@@ -28,8 +32,10 @@ from hf_decayed.evaluation.nested import (
     image_generators,
     oracle_reconstruction,
     sample_groups,
+    single_macs,
 )
 from hf_decayed.evaluation.sampling import load_pipeline
+from hf_decayed.kinds import read_json
 from hf_decayed.provenance import pipeline_fingerprint, sanitized_command, versions
 from hf_decayed.run import script_main
 
@@ -45,7 +51,13 @@ def parse_arguments(arguments=None):
     parser.add_argument("--num_latents", type=positive_int, default=20, help="top latents, with ten samples each")
     parser.add_argument("--sample_steps", type=positive_int, default=20)
     parser.add_argument("--guidance_scale", type=non_negative_float, default=1.0, help="of all levels; 1 is none")
-    parser.add_argument("--feature_net", default="pixels", help="pixels, or an encoder that AutoModel loads")
+    parser.add_argument(
+        "--feature_net",
+        dest="feature_nets",
+        nargs="+",
+        default=["pixels"],
+        help="pixels, or encoders that AutoModel loads; the first is that of neighbours",
+    )
     parser.add_argument("--seed", type=non_negative_int, default=0)
     add_data_arguments(parser)
     return parser.parse_args(arguments)
@@ -78,7 +90,6 @@ def judge_chain(pipeline, options, held_out: torch.Tensor, encode) -> dict:
         **guidance,
     )
     return {
-        "sigmas": list(pipeline.level_1.config.condition_sigmas),
         "macs": chain_macs(pipeline),
         "macs_by_level": {str(level): network.count_macs() for level, network in pipeline.networks.items()},
         "equal_mac_depth": depth,
@@ -88,12 +99,80 @@ def judge_chain(pipeline, options, held_out: torch.Tensor, encode) -> dict:
     }
 
 
+def latent_knn_accuracy(latent_encoder, splits, number: int) -> float | None:
+    """kNN accuracy of the top latents of held-out images among those of four times as many training images."""
+    if splits.label_column is None:
+        return None
+    config, features = latent_encoder.config, []
+    for split in ("train", "held_out"):
+        images = hierarchy_images(splits.take(4 * number, number), config.image_size, config.num_channels, split)
+        parts = [images.__getitems__(list(indices)) for indices in batches(len(images), 64)]
+        latents = [next(iter(latent_encoder.encode(part["pixel_values"]).values())).flatten(1) for part in parts]
+        features += [torch.cat(latents), torch.cat([part["labels"] for part in parts])]
+    return knn_accuracy(*features)
+
+
+def training_record(folder: str, is_chain: bool) -> dict:
+    """What the results of the training run say of it."""
+    results = read_json(Path(folder) / "results.json")
+    record = {name: results[name] for name in ("seed", "steps", "command")}
+    return {**record, "encoder": results["latents"]["encoder"]} if is_chain else record
+
+
+def format_report(report: dict) -> dict[str, str]:
+    """Markdown tables by name: `distances` of all models, and of chains what is in their `latents`.
+
+    Cells have one entry for each model of a setting, which differ in their seed.
+    """
+    groups = defaultdict(list)
+    for record in report["results"].values():
+        groups[setting_name(record)].append(record)
+    first = next(iter(report["results"].values()))
+    metrics = [name for name in first if f"{name}_spread" in first]
+    columns = ["", "million MACs of a step", *(name.replace("_", " ") for name in metrics)]
+    rows = []
+    for name, records in groups.items():
+        macs = f"{records[0]['macs'] / 1e6:.2f}" if "macs" in records[0] else ""
+        cells = [[f"{record[key]:.3g} \u00b1 {record[f'{key}_spread']:.2g}" for record in records] for key in metrics]
+        rows.append([name, macs, *map(", ".join, cells)])
+    tables = {"distances": "\n".join(markdown_table(columns, rows))}
+    columns = {
+        "kNN accuracy of the top latent": "latent_knn_accuracy",
+        "RMSE, own latent": "oracle_rmse",
+        "RMSE, another's": "other_rmse",
+        "nearest has the same latent": "same_latent_knn",
+        "by chance": "same_latent_chance",
+        "distance within": "within_distance",
+        "between": "between_distance",
+    }
+    rows = [
+        [name, *(", ".join(f"{record[key]:.3g}" for record in records) for key in columns.values())]
+        for name, records in groups.items()
+        if "sigmas" in records[0]
+    ]
+    return {**tables, "latents": "\n".join(markdown_table(["", *columns], rows))}
+
+
+def setting_name(record: dict) -> str:
+    """Models with the same name differ in their seed alone."""
+    if "sigmas" in record:
+        return f"chain, {record['encoder']}, sigma {', '.join(f'{sigma:g}' for sigma in record['sigmas'])}"
+    return "one network" if "steps" in record else "held-out images"
+
+
 def main():
     options = parse_arguments()
     splits = load_image_splits(**data_arguments(options))
-    encode, identity = image_features(options.feature_net)
-    name = Path(options.feature_net).name
-    results = {}
+    feature_nets = {Path(name).name: image_features(name) for name in options.feature_nets}
+    results, accuracies = {}, {}
+
+    def score(images: torch.Tensor, real: torch.Tensor) -> dict:
+        scores = {}
+        for name, (encode, _) in feature_nets.items():
+            features = [encode(rows, list(range(len(rows)))) for rows in (real, images)]
+            scores |= sample_scores(*features, ["frechet", "kid"], name)
+        return scores
+
     for folder in (*options.chains, *options.single):
         pipeline = load_pipeline(folder)
         pipeline.set_progress_bar_config(disable=True)
@@ -107,21 +186,31 @@ def main():
                 size * 2 ** (len(pipeline.vae.config.block_out_channels) - 1),
                 pipeline.vae.config.in_channels,
             )
-        real = torch.cat(list(image_batches(splits, size, channels, options.num)))
+        real, held_out = (
+            torch.cat(list(image_batches(splits, size, channels, options.num, split)))
+            for split in ("train", "held_out")
+        )
         key = "guidance_weights" if is_chain else "guidance_scale"
         guided = is_chain or config.num_classes > 0
         guidance = {key: options.guidance_scale} if guided else {}
         samples = draw_samples(pipeline, options.num, options.seed, guidance, options.sample_steps)
-        features = [encode(images, list(range(len(images)))) for images in (real, samples)]
-        record = {"fingerprint": pipeline_fingerprint(pipeline), **sample_scores(*features, ["frechet", "kid"], name)}
+        record = {"fingerprint": pipeline_fingerprint(pipeline), **training_record(folder, is_chain)}
+        record |= score(samples, real)
         if is_chain:
-            held_out = torch.cat(list(image_batches(splits, size, channels, options.num, "held_out")))
-            record |= judge_chain(pipeline, options, held_out, encode)
+            record["sigmas"] = list(pipeline.level_1.config.condition_sigmas)
+            record |= judge_chain(pipeline, options, held_out, next(iter(feature_nets.values()))[0])
+            latents = pipeline.latent_encoder.config.fingerprint
+            if latents not in accuracies:  # chains share encoders
+                accuracies[latents] = latent_knn_accuracy(pipeline.latent_encoder, splits, options.num)
+            record["latent_knn_accuracy"] = accuracies[latents]
+        else:
+            record["macs"] = single_macs(pipeline.unet)
         results[Path(folder).name] = record
         print(f"{Path(folder).name}: " + ", ".join(f"{k} {v:.4g}" for k, v in record.items() if isinstance(v, float)))
+    results["held_out_images"] = score(held_out, real)
     report = {
         "results": results,
-        "features": identity,
+        "features": {name: identity for name, (_, identity) in feature_nets.items()},
         "dataset": {"name": splits.name, "fingerprint": splits.fingerprint(), "held_out": splits.held_out_rule},
         "number": options.num,
         "sample_steps": options.sample_steps,
@@ -132,7 +221,7 @@ def main():
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written: {options.output}")
+    print("\n\n".join(["", *format_report(report).values(), f"written: {options.output}"]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """Latents of all levels of a nested diffusion model, encoded once into shards, and the batches that train one level."""
 
+import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,17 +14,23 @@ import torch
 from accelerate import Accelerator
 from safetensors import safe_open
 from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+from transformers import AutoImageProcessor, AutoModel, ViTConfig, ViTModel
 
-from ..errors import DataError
+from ..decay.stock import stock_model
+from ..errors import DataError, UserError, explain_loading_errors
+from ..models.modeling_decayed_vit_mae import DecayedViTMAEModel
 from ..models.modeling_hierarchical_latents import HierarchicalLatentEncoder
+from ..provenance import model_fingerprint
 from .datasets import DiffusionImages, EvaluationDataset
 from .keyed_random import sample_generator
-from .latents import Latents
+from .latents import Latents, latent_images, load_vae
 from .shards import read_shards, split_batches, write_shards
-from .sources import ImageSplits
+from .sources import ImageSplits, load_image_splits
 from .transforms import CenterCropProcessor
 
 
+RANDOM_PROJECTION = "random_projection"  # an `encoder` that is no checkpoint
 CONDITION_STREAM = 4  # of the noise on the latents above; 0 to 3 are those of images, masks, diffusion and VAE
 
 
@@ -43,6 +53,93 @@ def image_batches(
     images = hierarchy_images(splits.take(number, number), image_size, num_channels, split)
     for indices in split_batches(len(images), 64):
         yield images.__getitems__(indices)["pixel_values"]
+
+
+def load_latent_encoder(
+    encoder: str,
+    splits: ImageSplits,
+    image_size: int,
+    num_channels: int,
+    levels: list[tuple[int, int]],
+    min_crop_size: int,
+    svd_images: int | None,
+    cache_dir: str | Path,
+    accelerator: Accelerator,
+) -> HierarchicalLatentEncoder:
+    """The latent encoder around the encoder that `encoder` names, whose SVD is fitted once and cached.
+
+    All processes call it.
+
+    Args:
+        encoder (`str`): Folder or repository with an image processor, or `random_projection`.
+        image_size (`int`), num_channels (`int`): Of the images.
+        levels (`list` of `(grid, channels)`): Latents above level 1, the highest first.
+        svd_images (`int`, *optional*): Training images that the SVD is fitted on; all of them by default.
+        cache_dir (`str` or `Path`): Folder of fitted encoders.
+    """
+    if encoder == RANDOM_PROJECTION:
+        network, fields = random_projection(image_size, num_channels), {"pooling": "patch_mean"}
+        fields |= {"image_mean": [0.5] * num_channels, "image_std": [0.5] * num_channels}
+    else:
+        network, fields = load_encoder(encoder)
+    model = HierarchicalLatentEncoder.from_encoder(network, levels, image_size, min_crop_size=min_crop_size, **fields)
+    if model.config.num_channels != num_channels:
+        raise UserError(
+            f"'{encoder}' takes images of {model.config.num_channels} channels, and the data has {num_channels}."
+        )
+    identity = json.dumps([model_fingerprint(model), splits.fingerprint(), svd_images])
+    folder = Path(cache_dir) / f"encoder-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    with accelerator.main_process_first():
+        if not (folder / "config.json").exists():
+            batches = image_batches(splits, image_size, num_channels, svd_images)
+            hidden = not accelerator.is_main_process
+            model.to(accelerator.device).fit(tqdm(batches, desc="fitting the SVD", leave=False, disable=hidden))
+            save_whole(model, folder)
+    # Always from the file, so that the first run and a resumed one have the same bits.
+    return HierarchicalLatentEncoder.from_pretrained(folder).to(accelerator.device).eval()
+
+
+def load_encoder(encoder: str) -> tuple[torch.nn.Module, dict]:
+    """An encoder of transformers, and the fields of the latent encoder that follow from it."""
+    with explain_loading_errors(encoder):
+        network = AutoModel.from_pretrained(encoder, dtype=torch.float32).eval()
+        processor = AutoImageProcessor.from_pretrained(encoder)
+        fields = {"image_mean": list(processor.image_mean), "image_std": list(processor.image_std)}
+        if network.config.model_type == "vit_mae":  # it masks and shuffles its patches; ours does not
+            network = DecayedViTMAEModel.from_pretrained(encoder, dtype=torch.float32)
+        if isinstance(network, DecayedViTMAEModel):
+            fields["pooling"] = network.config.pooling
+            network = stock_model(network)
+    return network, fields
+
+
+def random_projection(image_size: int, num_channels: int, width: int = 256) -> ViTModel:
+    """A random linear map of the pixels, always the same: an encoder that has learned nothing, to compare with."""
+    config = ViTConfig(
+        hidden_size=width,
+        num_hidden_layers=0,
+        num_attention_heads=1,
+        intermediate_size=1,
+        image_size=image_size,
+        patch_size=image_size,  # the only patch is the image
+        num_channels=num_channels,
+        layer_norm_eps=1e12,  # the norm of a ViT's output divides by sqrt(variance + eps): by a constant, that is
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return ViTModel(config, add_pooling_layer=False).eval()
+
+
+def save_whole(model: HierarchicalLatentEncoder, folder: Path) -> None:
+    """Saves a complete folder or none; another run that has saved the same in the meantime is not disturbed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".writing-") as temporary:
+        model.save_pretrained(Path(temporary) / "encoder")
+        try:
+            os.replace(Path(temporary) / "encoder", folder)
+        except OSError:
+            if not (folder / "config.json").exists():
+                raise
 
 
 def cache_nested_latents(
@@ -87,6 +184,50 @@ def cache_nested_latents(
     }
     settings = {"description": "encoding latents", "precision": str(encoder.dtype)}
     return write_shards(encode, images, folder, identity, accelerator, batch_size, shard_size, num_workers, **settings)
+
+
+def precompute_latents(
+    encoder: str,
+    hierarchy: list[tuple[int, int, int]],
+    image_size: int,
+    num_channels: int,
+    source: dict,
+    latents_dir: str | Path,
+    max_train_samples: int | None = None,
+    conditional: bool = True,
+    horizontal_flip: bool = True,
+    vae: str | None = None,
+    min_crop_size: int = 64,
+    svd_images: int | None = 50_000,
+    num_workers: int = 0,
+) -> str:
+    """Caches the latents of all levels, where `training/nested.py` with the same settings finds them; all processes call it.
+
+    Returns what the command prints. `source` are arguments of `load_image_splits`, `vae` is for level 1.
+    """
+    accelerator = Accelerator()
+    with accelerator.main_process_first():
+        splits = load_image_splits(**source).take(max_train_samples)
+    if not conditional:
+        splits = replace(splits, label_column=None)
+    if vae is not None:
+        with explain_loading_errors(vae):
+            network = load_vae(vae, accelerator.device)
+        num_channels = network.config.in_channels
+        latent_images(network, splits, image_size, 0, accelerator, latents_dir, num_workers=num_workers)
+    levels = [(size, channels) for size, channels, _ in hierarchy]
+    latent_encoder = load_latent_encoder(
+        encoder, splits, image_size, num_channels, levels, min_crop_size, svd_images, latents_dir, accelerator
+    )
+    shards = cache_nested_latents(
+        latent_encoder, splits, latents_dir, accelerator, horizontal_flip, num_workers=num_workers
+    )
+    shares = [
+        f"level {level}: {share:.0%} of the variance" for level, share in latent_encoder.explained_variance().items()
+    ]
+    shares += ["level 1: latents of the VAE"] if vae is not None else []
+    listing = ", ".join(shares)
+    return f"latents {latent_encoder.config.fingerprint} of {len(splits.train)} images ({listing}): {shards[0].parent}"
 
 
 class LatentTable:

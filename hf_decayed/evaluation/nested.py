@@ -6,6 +6,7 @@ Images are tensors `(number, channels, height, width)` in [0, 1]; image i of a d
 import torch
 
 from ..data.keyed_random import sample_seed
+from ..models.unet_nested_uvit import NestedUViT2DModel
 from .knn import check_features
 
 
@@ -123,18 +124,22 @@ def chain_macs(pipeline) -> int:
     return sum(network.count_macs() for network in pipeline.networks.values())
 
 
+def single_macs(network: torch.nn.Module, **changes) -> int:
+    """Multiply-accumulate operations of a U-ViT, or of one level without conditions; `changes` are of config fields."""
+    fields = {name: value for name, value in network.config.items() if not name.startswith("_")}
+    fields |= {"condition_levels": [], "condition_sigmas": [], "shortcut_decay": 1.0}  # the decay has no cost
+    with torch.device("meta"):
+        return NestedUViT2DModel(**{**fields, **changes}).count_macs()
+
+
 def equal_mac_depth(pipeline) -> tuple[int, int]:
     """Depth of the single network whose cost comes nearest to the chain's, and its multiply-accumulate operations.
 
     The network is level 1 without conditions; its `num_layers` must be even.
     """
-    network = pipeline.networks[1]
-    fields = {name: value for name, value in network.config.items() if not name.startswith("_")}
-    fields |= {"condition_levels": [], "condition_sigmas": [], "shortcut_decay": 1.0}  # the decay has no cost
-    target, costs = chain_macs(pipeline), {}
+    network, target, costs = pipeline.networks[1], chain_macs(pipeline), {}
     for num_layers in range(2, 4 * network.config.num_layers + 1, 2):
-        with torch.device("meta"):
-            costs[num_layers] = type(network)(**{**fields, "num_layers": num_layers}).count_macs()
+        costs[num_layers] = single_macs(network, num_layers=num_layers)
         if costs[num_layers] > target:
             break
     depth = min(costs, key=lambda num_layers: abs(costs[num_layers] - target))

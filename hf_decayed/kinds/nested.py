@@ -15,7 +15,7 @@ def chain_usage(folder: ModelFolder, name: str, results: dict) -> str:
         "from diffusers import DiffusionPipeline\n\n"
         f'pipeline = DiffusionPipeline.from_pretrained("{name}", trust_remote_code=True)  # pin `revision`\n'
         f"output = pipeline({label}num_images=4, num_inference_steps={steps})\n"
-        f"top_latent = output.latents[{top}][:1]\n"
+        f"image, top_latent = output.images[0], output.latents[{top}][:1]\n"
         f"variations = pipeline({label}num_images=4, fixed_latents={{{top}: top_latent}}, num_inference_steps={steps}).images"
     )
 

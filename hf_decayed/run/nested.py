@@ -1,29 +1,30 @@
 """What training nested diffusion needs besides its loop: latents of all levels, the monitor of a level, the whole chain."""
 
 import dataclasses
-import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoImageProcessor, AutoModel
 
 from ..data.keyed_random import sample_seed
-from ..data.nested_latents import LatentTable, NestedLatents, cache_nested_latents, held_out_latents, image_batches
-from ..decay.stock import stock_model
-from ..errors import UserError, explain_loading_errors
+from ..data.nested_latents import (
+    LatentTable,
+    NestedLatents,
+    cache_nested_latents,
+    held_out_latents,
+    image_batches,
+    load_latent_encoder,
+)
+from ..errors import UserError
 from ..evaluation import frechet_distance
 from ..evaluation.generation import pixel_features
 from ..evaluation.nested import sample_groups
 from ..hub.cards import write_card
 from ..kinds import read_json
-from ..models.modeling_decayed_vit_mae import DecayedViTMAEModel
 from ..models.modeling_hierarchical_latents import HierarchicalLatentEncoder
 from ..models.unet_nested_uvit import NestedUViT2DModel
 from ..plots import save_grid
@@ -56,18 +57,6 @@ def level_options(options: RunOptions, level: int) -> RunOptions:
     )
 
 
-def save_whole(model: HierarchicalLatentEncoder, folder: Path) -> None:
-    """Saves a complete folder or none; another run that has saved the same in the meantime is not disturbed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".writing-") as temporary:
-        model.save_pretrained(Path(temporary) / "encoder")
-        try:
-            os.replace(Path(temporary) / "encoder", folder)
-        except OSError:
-            if not (folder / "config.json").exists():
-                raise
-
-
 @dataclasses.dataclass
 class NestedData:
     """Images of a nested diffusion model, and their latents at all levels.
@@ -77,12 +66,14 @@ class NestedData:
         latent_encoder (`HierarchicalLatentEncoder`): Gives the latents above.
         hierarchy (`list` of `(size, channels, patch_size)`): The latents above level 1, the highest first.
         patch_size (`int`): Of level 1.
+        encoder_name (`str`): Name of the frozen encoder, for results.
     """
 
     images_and_classes: DiffusionData
     latent_encoder: HierarchicalLatentEncoder
     hierarchy: list[tuple[int, int, int]]
     patch_size: int
+    encoder_name: str
     table: LatentTable | None = None
 
     @property
@@ -154,7 +145,11 @@ class NestedData:
             "held_out": data.splits.held_out_rule,
         }
         explained = {str(level): share for level, share in self.latent_encoder.explained_variance().items()}
-        latents = {"fingerprint": self.latent_encoder.config.fingerprint, "explained_variance": explained}
+        latents = {
+            "encoder": self.encoder_name,
+            "fingerprint": self.latent_encoder.config.fingerprint,
+            "explained_variance": explained,
+        }
         return {"dataset": dataset, "latents": latents, "vae": data.vae and model_fingerprint(data.vae)}
 
 
@@ -176,41 +171,21 @@ def load_nested_data(
         svd_images (`int`, *optional*): Training images that the SVD is fitted on; all of them by default.
         cache_dir (`str` or `Path`): Folder of fitted encoders and of latents.
     """
-    with explain_loading_errors(encoder):
-        network = AutoModel.from_pretrained(encoder, dtype=torch.float32).eval()
-        processor = AutoImageProcessor.from_pretrained(encoder)
-        fields = {}
-        if network.config.model_type == "vit_mae":  # it masks and shuffles its patches; ours does not
-            network = DecayedViTMAEModel.from_pretrained(encoder, dtype=torch.float32)
-        if isinstance(network, DecayedViTMAEModel):
-            fields = {"pooling": network.config.pooling}
-            network = stock_model(network)
     levels = [(size, channels) for size, channels, _ in hierarchy]
-    model = HierarchicalLatentEncoder.from_encoder(
-        network,
-        levels,
+    fitted = load_latent_encoder(
+        encoder,
+        data.splits,
         data.image_size,
-        min_crop_size=min_crop_size,
-        image_mean=list(processor.image_mean),
-        image_std=list(processor.image_std),
-        **fields,
+        data.image_channels,
+        levels,
+        min_crop_size,
+        svd_images,
+        cache_dir,
+        run.accelerator,
     )
-    if model.config.num_channels != data.image_channels:
-        raise UserError(
-            f"'{encoder}' takes images of {model.config.num_channels} channels, and the data has {data.image_channels}."
-        )
-    identity = json.dumps([model_fingerprint(model), data.splits.fingerprint(), svd_images])
-    folder = Path(cache_dir) / f"encoder-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    with run.accelerator.main_process_first():
-        if not (folder / "config.json").exists():
-            batches = image_batches(data.splits, data.image_size, data.image_channels, svd_images)
-            model.to(run.device).fit(run.progress(batches, desc="fitting the SVD"))
-            save_whole(model, folder)
-    # Always from the file, so that the first run and a resumed one have the same bits.
-    fitted = HierarchicalLatentEncoder.from_pretrained(folder).to(run.device).eval()
     shares = ", ".join(f"level {level} {share:.0%}" for level, share in fitted.explained_variance().items())
     run.print(f"latents {fitted.config.fingerprint}, share of the features' variance: {shares}")
-    return NestedData(data, fitted, hierarchy, patch_size)
+    return NestedData(data, fitted, hierarchy, patch_size, Path(encoder).name)
 
 
 def load_finished_levels(output_dir: Path, levels: Iterable[int]) -> dict[int, NestedUViT2DModel]:
