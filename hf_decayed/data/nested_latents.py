@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
-from transformers import AutoImageProcessor, AutoModel, ViTConfig, ViTModel
+from transformers import AutoImageProcessor, AutoModel, PreTrainedModel, ViTConfig, ViTModel
 
 from ..decay.stock import stock_model
 from ..errors import DataError, UserError, explain_loading_errors
@@ -78,8 +78,8 @@ def load_latent_encoder(
         cache_dir (`str` or `Path`): Folder of fitted encoders.
     """
     if encoder == RANDOM_PROJECTION:
-        network, fields = random_projection(image_size, num_channels), {"pooling": "patch_mean"}
-        fields |= {"image_mean": [0.5] * num_channels, "image_std": [0.5] * num_channels}
+        network, half = random_projection(image_size, num_channels), [0.5] * num_channels
+        fields = {"pooling": "patch_mean", "image_mean": half, "image_std": half}
     else:
         network, fields = load_encoder(encoder)
     model = HierarchicalLatentEncoder.from_encoder(network, levels, image_size, min_crop_size=min_crop_size, **fields)
@@ -99,12 +99,12 @@ def load_latent_encoder(
     return HierarchicalLatentEncoder.from_pretrained(folder).to(accelerator.device).eval()
 
 
-def load_encoder(encoder: str) -> tuple[torch.nn.Module, dict]:
+def load_encoder(encoder: str) -> tuple[PreTrainedModel, dict[str, Any]]:
     """An encoder of transformers, and the fields of the latent encoder that follow from it."""
     with explain_loading_errors(encoder):
         network = AutoModel.from_pretrained(encoder, dtype=torch.float32).eval()
         processor = AutoImageProcessor.from_pretrained(encoder)
-        fields = {"image_mean": list(processor.image_mean), "image_std": list(processor.image_std)}
+        fields: dict[str, Any] = {"image_mean": list(processor.image_mean), "image_std": list(processor.image_std)}
         if network.config.model_type == "vit_mae":  # it masks and shuffles its patches; ours does not
             network = DecayedViTMAEModel.from_pretrained(encoder, dtype=torch.float32)
         if isinstance(network, DecayedViTMAEModel):
