@@ -14,14 +14,14 @@ from ..command_line import set_cpu_threads
 from ..data.arguments import data_arguments
 from ..data.sources import ImageSplits, load_image_splits
 from ..errors import UserError, explain_loading_errors, format_error
-from ..provenance import pipeline_fingerprint, public_config, sanitized_command, versions
+from ..provenance import pipeline_fingerprint, sanitized_command, versions
 from .arguments import parse_arguments
 from .blocks import evaluate_block_patches, evaluate_blocks
 from .dense import DENSE_METRICS, DenseMetrics, evaluate_patches, split_features
 from .encoders import ENCODER_METRICS, POOLED_METRICS, FeatureMetrics, evaluate_encoder
 from .features import Extraction, hash_json, pipeline_network
 from .generation import SampledImages, SampleMetrics, evaluate_samples, require_inception
-from .sampling import load_pipeline, sample
+from .sampling import load_pipeline, sample, scheduler_config
 from .tables import protocol_text, results_tables
 
 
@@ -151,7 +151,7 @@ def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
         "seed": options.seed,
         "batch_size": options.batch_size,
     }
-    fingerprint, scheduler = pipeline_fingerprint(pipeline), public_config(pipeline.scheduler.config)
+    fingerprint, scheduler = pipeline_fingerprint(pipeline), scheduler_config(pipeline)
     name = f"{Path(options.model).name}-{hash_json([fingerprint, scheduler, settings])[:8]}"
     sample(pipeline, options.samples_dir / name, **settings, accelerator=accelerator)
     label = f"{options.num_samples} samples, {options.num_inference_steps} steps, guidance {options.guidance_scale:g}"

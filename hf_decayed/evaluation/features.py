@@ -256,8 +256,8 @@ def hash_json(value) -> str:
 
 
 def pipeline_network(pipeline) -> torch.nn.Module:
-    """The network of a diffusion pipeline, which diffusers calls `unet` or `transformer`."""
-    for name in ("unet", "transformer"):
+    """The network that draws: what diffusers calls `unet` or `transformer`, or the `generator` of a GAN."""
+    for name in ("unet", "transformer", "generator"):
         if hasattr(pipeline, name):
             return getattr(pipeline, name)
     raise UserError(f"{type(pipeline).__name__} has neither a `unet` nor a `transformer`.")

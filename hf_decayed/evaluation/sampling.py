@@ -78,6 +78,7 @@ def sample(
     # Passed even if it is 1: some pipelines of diffusers have a larger default. A chain has a weight for every level.
     scale = "guidance_weights" if "guidance_weights" in known else "guidance_scale"
     guidance = {scale: guidance_scale} if guidance_scale != 1.0 or scale in known else {}
+    steps = {"num_inference_steps": num_inference_steps} if "num_inference_steps" in known else {}  # a GAN takes one
     count = "num_images" if "num_images" in known else "batch_size"  # of samples without a class
     for name in (*guidance, count if labels is None else "class_labels"):
         if name not in known:
@@ -86,9 +87,9 @@ def sample(
         "model": pipeline_fingerprint(pipeline),
         "num": num,
         "classes": classes,
-        "num_inference_steps": num_inference_steps,
+        "num_inference_steps": num_inference_steps if steps else 1,
         "guidance_scale": guidance_scale,
-        "scheduler": public_config(pipeline.scheduler.config),
+        "scheduler": scheduler_config(pipeline),
         "seed": seed,
         "batch_size": batch_size,
     }
@@ -113,7 +114,7 @@ def sample(
         images = pipeline(
             **guidance,
             **chosen,
-            num_inference_steps=num_inference_steps,
+            **steps,
             # On the CPU, so that every device draws the same.
             generator=[torch.Generator().manual_seed(sample_seed(seed, index)) for index in indices],
             output_type="np",
@@ -135,6 +136,11 @@ def sample(
         shutil.rmtree(output / "shards", ignore_errors=True)
     accelerator.wait_for_everyone()
     return summary
+
+
+def scheduler_config(pipeline: DiffusionPipeline) -> dict | None:
+    """What defines the steps of a pipeline; `None` for one without a scheduler."""
+    return public_config(pipeline.scheduler.config) if hasattr(pipeline, "scheduler") else None
 
 
 def check_disk_space(pipeline: DiffusionPipeline, output: Path, num: int) -> None:
