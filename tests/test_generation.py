@@ -216,7 +216,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys, evaluate):
     for flags, sentence in (
         (
             ["--metrics", "fid"],
-            "--metrics of a pipeline are knn, linear, rank, knn_whitened, segmentation, where, frechet, kid, prdc; got fid",
+            "--metrics of a pipeline are knn, linear, rank, knn_whitened, kmeans, svm, segmentation, where, frechet, kid, prdc; got fid",
         ),
         (["--metrics", "knn,frechet"], "features and samples are evaluated one at a time"),
         (["--dtype", "bfloat16"], "--dtype is for features"),

@@ -5,6 +5,14 @@
 
 import warnings
 
+from .clustering import (
+    cluster_accuracy,
+    kmeans_metrics,
+    linear_svm,
+    normalized_mutual_information,
+    purity,
+    spherical_kmeans,
+)
 from .effective_rank import effective_rank
 from .frechet import density_coverage, frechet_distance, kernel_distance, precision_recall
 from .knn import knn_accuracy, whiten
@@ -26,6 +34,7 @@ __all__ = [
     "PROTOCOLS",
     "CoordinateProbe",
     "ProbeProtocol",
+    "cluster_accuracy",
     "cluster_miou",
     "cluster_patches",
     "coordinate_probe",
@@ -33,14 +42,19 @@ __all__ = [
     "effective_rank",
     "frechet_distance",
     "kernel_distance",
+    "kmeans_metrics",
     "knn_accuracy",
     "linear_probe",
+    "linear_svm",
+    "normalized_mutual_information",
     "oracle_miou",
     "patch_labels",
     "patch_probe",
     "precision_recall",
+    "purity",
     "skip_ablation",
     "spatial_labels",
+    "spherical_kmeans",
     "whiten",
 ]
 

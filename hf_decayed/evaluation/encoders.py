@@ -13,6 +13,7 @@ from ..data.shards import Encoder
 from ..data.sources import ImageSplits
 from ..errors import DataError
 from ..provenance import model_fingerprint
+from .clustering import NUM_RUNS, kmeans_metrics, linear_svm
 from .effective_rank import effective_rank
 from .features import Extraction, hash_json, transformer_encoder, with_pixels
 from .knn import knn_accuracy, whiten
@@ -20,7 +21,7 @@ from .linear_probe import PROTOCOLS, linear_probe
 
 
 FEATURE_METRICS = ("knn", "linear", "rank")
-POOLED_METRICS = (*FEATURE_METRICS, "knn_whitened")
+POOLED_METRICS = (*FEATURE_METRICS, "knn_whitened", "kmeans", "svm")
 ENCODER_METRICS = (*POOLED_METRICS, "invariance")
 
 
@@ -29,7 +30,7 @@ class FeatureMetrics:
     """Metrics of features, and their settings.
 
     Args:
-        names (`Sequence[str]`): Some of `knn`, `linear`, `rank`, `knn_whitened` and `invariance`.
+        names (`Sequence[str]`): Some of `knn`, `linear`, `rank`, `knn_whitened`, `kmeans`, `svm` and `invariance`.
         k (`int`), temperature (`float`, *optional*): Of [`knn_accuracy`].
         probe_protocol (`str`): Of [`linear_probe`], a name in `PROTOCOLS`.
         seed (`int`): Of the linear probe.
@@ -57,6 +58,10 @@ class FeatureMetrics:
             )
         if "linear" in self.names:
             results["linear_accuracy"] = linear_probe(*splits, protocol=self.probe_protocol, seed=self.seed)
+        if "kmeans" in self.names:
+            results |= kmeans_metrics(test, test_labels, seed=self.seed)
+        if "svm" in self.names:
+            results["svm_accuracy"] = linear_svm(*splits, seed=self.seed)
         if "rank" in self.names:
             results["effective_rank"] = effective_rank(test)
             results["effective_rank_exponential"] = effective_rank(test, "exponential")
@@ -75,6 +80,10 @@ class FeatureMetrics:
         }
         if "knn_whitened" in self.names:
             protocol["knn_whitened"] = "kNN after whitening by the covariance of the training features"
+        if "kmeans" in self.names:
+            protocol["kmeans"] = f"spherical k-means of held-out features, mean of {NUM_RUNS} runs, Hungarian matching"
+        if "svm" in self.names:
+            protocol["svm"] = "linear, one class against the rest, C = 1, features standardised"
         if "invariance" in self.names:
             protocol["invariance"] = "share of held-out images whose nearest neighbour among other views is their own"
         return protocol

@@ -35,6 +35,9 @@ def protocol_text(protocol: dict, rows: dict[str, dict[str, float]]) -> str:
         parts.append(f"linear: {protocol['linear']['name']}")
     if "rank" in protocol and "effective_rank" in metrics:
         parts.append(f"rank: {protocol['rank']}")
+    for name in ("kmeans", "svm"):
+        if name in protocol and f"{name}_accuracy" in metrics:
+            parts.append(f"{name}: {protocol[name]}")
     if "segmentation" in protocol and "cluster_miou" in metrics:
         settings = protocol["segmentation"]
         parts.append(
