@@ -138,6 +138,26 @@ class DiffusionImages(TrainingImages):
         return {**batch, "noise": torch.from_numpy(noise)}
 
 
+class AdversarialImages(TrainingImages):
+    """Training images with the random numbers of a step of a GAN.
+
+    `latents` are `(batch, 2, latent_dim)`, for the discriminator's update and for the generator's; `directions` are
+    `(batch, 2, projection_size)`, where power iterations start for a real and for a generated image.
+    """
+
+    def __init__(self, *arguments, latent_dim: int, projection_size: int, **settings):
+        super().__init__(*arguments, **settings)
+        self.latent_dim, self.projection_size = latent_dim, projection_size
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        batch, seed = super().__getitems__(keys), self.augmentation.seed
+        generators = [sample_generator(seed, epoch, index, stream=2) for epoch, index in keys]
+        for name, dim in (("latents", self.latent_dim), ("directions", self.projection_size)):
+            draws = np.stack([generator.standard_normal((2, dim), dtype=np.float32) for generator in generators])
+            batch[name] = torch.from_numpy(draws)
+        return batch
+
+
 class StreamedImages(torch.utils.data.IterableDataset):
     """Images from a stream, epoch after epoch, each epoch shuffled by a buffer with its own seed.
 
