@@ -204,9 +204,14 @@ def save_shortcut_report(path: Path, report: dict) -> None:
     layers = {int(name): row for name, row in report["rows"].items() if name.isdecimal()}
     last_layer, pooled = max(layers), {"cls": "class token"}.get(report["pooling"], "mean over tokens")
 
-    def use_log_scale(axis):
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    unit = report.get("depth_unit", "layer")
+
+    def label_log_scale(axis):
+        low, high = axis.get_ylim()
+        subdivisions = (
+            (1, 2, 5) if high < 1e4 * low else (1,)
+        )  # more would overlap, and matplotlib would leave all out
+        axis.yaxis.set_major_locator(LogLocator(subs=subdivisions, numticks=8))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
 
@@ -217,7 +222,7 @@ def save_shortcut_report(path: Path, report: dict) -> None:
             axis.plot(depths, [row[name] for row in additions], marker=".", label=label)
         products = [row["running_product"] for row in additions]
         if 0 < min(products) < 0.5:
-            use_log_scale(axis)
+            axis.set_yscale("log")
         else:
             axis.set_ylim(min(0, *products), 1.1 * max(1, *products))
         axis.set(title="weight of the shortcut", xlabel="layer")
@@ -227,8 +232,7 @@ def save_shortcut_report(path: Path, report: dict) -> None:
             points = [(row["layer"], row[name]) for row in additions if row["branch"] == kind and row[name]]
             if points:  # a branch of zeros has no logarithm
                 axis.plot(*zip(*points), marker=".", label="MLP" if kind == "mlp" else kind)
-        use_log_scale(axis)
-        axis.set(title=title, xlabel="layer")
+        axis.set(title=title, xlabel="layer", yscale="log")
 
     def draw_ratios(axis):
         draw_by_kind(axis, "ratio", "branch / (alpha x shortcut), by norm")
@@ -253,7 +257,7 @@ def save_shortcut_report(path: Path, report: dict) -> None:
                 axis.axhline(factor * pixels[name], color=line.get_color(), linestyle=":", linewidth=1)
         if pixels:
             axis.plot([], [], color="grey", linestyle=":", label="raw pixels")
-        axis.set(title=title, xlabel="layer (0: embedding)", ylim=(0, 1.05 * axis.get_ylim()[1]))
+        axis.set(title=title, xlabel=f"{unit} (0: embedding)", ylim=(0, 1.05 * axis.get_ylim()[1]))
 
     depth_panels = {
         "effective rank (entropy)": {"effective_rank": pooled},
@@ -271,6 +275,8 @@ def save_shortcut_report(path: Path, report: dict) -> None:
     figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.7 * rows), squeeze=False)
     for axis, (draw, *arguments) in zip(axes.flat, panels):
         draw(axis, *arguments)
+        if axis.get_yscale() == "log":
+            label_log_scale(axis)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlim(-0.03 * last_layer, None)  # the same depths below one another
         axis.grid(alpha=0.3)

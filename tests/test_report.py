@@ -34,7 +34,7 @@ from hf_decayed.data.sources import load_image_splits
 from hf_decayed.evaluation.branch_norms import find_shortcuts, norm_encoder
 from hf_decayed.evaluation.encoders import FeatureMetrics
 from hf_decayed.evaluation.features import Extraction, transformer_encoder
-from hf_decayed.evaluation.report import DepthMetrics, report_encoder
+from hf_decayed.evaluation.report import DepthMetrics, report_encoder, report_tables
 
 
 CARDS = ROOT / "model_cards"
@@ -231,6 +231,7 @@ def test_changing_grids_have_no_what_and_where(processor, splits, tmp_path):
     assert len(report["notes"]) == 1 and "What and where" in report["notes"][0]
     assert {row["branch"] for row in report["additions"]} == {"convolution"}
     assert "knn_accuracy" in report["rows"]["2"] and "position_accuracy" not in report["rows"]["2"]
+    assert report["depth_unit"] == "stage" and "| stage 2 |" in report_tables(report)
 
 
 @pytest.fixture

@@ -129,6 +129,8 @@ def report_encoder(
     return {
         "model_class": type(model).__name__,
         "pooling": pooling,
+        # Hidden states of Swin and its kin are those of stages, which have several layers.
+        "depth_unit": "stage" if additions and additions[-1]["layer"] != num_states - 1 else "layer",
         "effective_decay": shortcuts.effective_decay() if shortcuts else None,
         "additions": additions,
         "rows": rows,
@@ -296,7 +298,10 @@ def save_report_files(folder: Path, report: dict) -> str:
         picture, files = "![by depth](report.png)", f"{files}, report.png"
     except UserError as error:  # without matplotlib; the numbers are written
         picture, files = "", f"{files}; no picture: {format_error(error)}"
-    texts = ["layers: hidden states, before a final norm", protocol_text(report["protocol"], report["rows"])]
+    texts = [
+        f"{report['depth_unit']}s: hidden states, before a final norm",
+        protocol_text(report["protocol"], report["rows"]),
+    ]
     protocol = "; ".join([*texts, NORMS_TEXT] if report["additions"] else texts)
     parts = [f"# Shortcuts of {report['model']}", picture, sentences, tables, protocol, f"`{report['command']}`"]
     (folder / "report.md").write_text("\n\n".join(part for part in parts if part) + "\n")
@@ -306,7 +311,7 @@ def save_report_files(folder: Path, report: dict) -> str:
 def report_tables(report: dict) -> str:
     """Two tables: residual additions, and features by depth."""
     tables = [additions_table(report["additions"])] if report["additions"] else []
-    rows = report["rows"]
+    rows, unit = report["rows"], report["depth_unit"]
     columns = [metric for metric in SHOWN_METRICS if any(metric in row for row in rows.values())]
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for name, row in rows.items():
@@ -314,7 +319,7 @@ def report_tables(report: dict) -> str:
             format_metric(metric, row[metric], row.get(f"{metric}_spread")) if metric in row else "-"
             for metric in columns
         ]
-        lines.append(f"| {f'layer {name}' if name.isdecimal() else name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {f'{unit} {name}' if name.isdecimal() else name} | " + " | ".join(cells) + " |")
     return "\n\n".join([*tables, "\n".join(lines)])
 
 
@@ -354,20 +359,20 @@ def additions_sentences(report: dict) -> Iterator[str]:
 
 def depth_sentences(report: dict) -> Iterator[str]:
     layers = {int(name): row for name, row in report["rows"].items() if name.isdecimal()}
-    last = max(layers)
+    last, unit = max(layers), report["depth_unit"]
     if "knn_accuracy" in layers[0]:
         best = max(layers, key=lambda layer: layers[layer]["knn_accuracy"])
         at_best, at_last = (layers[layer]["knn_accuracy"] for layer in (best, last))
         number = report["dataset"]["number"]["test"]
         error = math.sqrt(at_best * (1 - at_best) / number)
         yield (
-            f"kNN accuracy is highest at layer {best} of {last}, {100 * at_best:.1f} %, and {100 * at_last:.1f} % at the last "
+            f"kNN accuracy is highest at {unit} {best} of {last}, {100 * at_best:.1f} %, and {100 * at_last:.1f} % at the last "
             f"(standard error {100 * error:.1f}, {number} images)."
         )
     ranks = [layers[layer]["effective_rank"] for layer in (0, last)]
     yield (
         f"The effective rank of features (pooling: {report['pooling']}) is {ranks[0]:.2f} after the embedding and "
-        f"{ranks[1]:.2f} at the last layer."
+        f"{ranks[1]:.2f} at the last {unit}."
     )
     for metric, text in (
         ("cluster_miou", "Clusters of patches match the masks with an mIoU of {:.1f} %"),
@@ -375,4 +380,4 @@ def depth_sentences(report: dict) -> Iterator[str]:
     ):
         if metric in layers[0]:
             first, end = (100 * layers[layer][metric] for layer in (0, last))
-            yield f"{text.format(first)} after the embedding and {end:.1f} % at the last layer."
+            yield f"{text.format(first)} after the embedding and {end:.1f} % at the last {unit}."
