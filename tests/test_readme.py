@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-COMMAND_PAGES = ["quick_start", "diffusion", "evaluation", "publishing", "what_and_where"]
+COMMAND_PAGES = ["quick_start", "diffusion", "evaluation", "publishing"]
 
 
 def blocks(language, text=README):
