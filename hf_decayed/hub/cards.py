@@ -36,7 +36,18 @@ TRAINING_METRICS = {
     "accuracy_top5": "accuracy, first five",
     "effective_rank": "effective rank (entropy) of held-out features",
 }
-CURVES = {"curves.png": "over training"}
+CURVES = "curves.png"
+# Metrics of features that a card compares with those of raw pixels, in words.
+COMPARED_METRICS = {
+    "knn_accuracy": "nearest neighbours of whole images",
+    "linear_accuracy": "linear probe of whole images",
+    "knn_whitened_accuracy": "nearest neighbours, whitened features",
+    "invariance_accuracy": "the same image in another view",
+    "cluster_miou": "unsupervised segmentation by patches",
+    "patch_accuracy": "linear probe of a patch's class",
+}
+# Hub ids of data sets that people have in folders of these names, or that ship with the package.
+HUB_DATASETS = {"cifar100": "uoft-cs/cifar100", "fashion_mnist": "zalando-datasets/fashion_mnist"}
 
 METHOD = (
     "Of decayed shortcuts the paper reports that they are not for contrastive training, which needs features of high rank, "
@@ -78,6 +89,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         license=licence,
         library_name=model.kind.library,
         pipeline_tag=task,
+        datasets=hub_dataset(results),
         tags=["hf_decayed", "decayed-identity-shortcuts"],
         model_name=repo_id.split("/")[-1] if repo_id else title,
         eval_results=[result for evaluation in evaluations for result in eval_results(evaluation, task)] or None,
@@ -89,7 +101,6 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         if file.with_suffix(".png").exists():
             caption = "every cell" if "grid" in evaluation else "what and where against depth"
             sections.append(f"![{caption}](results/{file.stem}.png)")
-    pictures = {**model.kind.pictures, **CURVES}
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -99,7 +110,9 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         shortcuts=shortcuts_text(model.config) if model.kind.has_shortcuts else "",
         about=read_text(about).strip() if about.exists() else "",
         parameters=count_parameters(folder),
-        pictures={caption: name for name, caption in pictures.items() if (folder / name).exists()},
+        pictures={caption: name for name, caption in model.kind.pictures.items() if (folder / name).exists()},
+        curves=CURVES if (folder / CURVES).exists() else "",
+        comparison=comparison_table(evaluations),
         usage=model.kind.usage(model, repo_id or PLACEHOLDER, results),
         stock=stock_usage(folder, repo_id or PLACEHOLDER),
         training=training_text(results),
@@ -165,6 +178,34 @@ def trained_on(results: dict) -> str:
     dataset = read_field(results, "dataset", dict, "results.json", {})
     name = read_field(dataset, "name", str, "results.json", None)
     return f", trained on {name}" if name else ""
+
+
+def hub_dataset(results: dict) -> str | None:
+    """The Hub id of the training data, if it is known."""
+    name = str(read_field(results, "dataset", dict, "results.json", {}).get("name", ""))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return name
+    name = "fashion_mnist" if name.startswith(("bundled", "fashion_mnist")) else name
+    return HUB_DATASETS.get(name)
+
+
+def comparison_table(evaluations: list[dict]) -> str:
+    """What features of the last layer are better and worse at than raw pixels; empty if nothing was compared."""
+    lines = []
+    for rows in (evaluation["rows"] for evaluation in evaluations):
+        own_rows = [name for name in rows if not name.startswith("pixels")]
+        pixels = {
+            metric: value for name, row in rows.items() if name.startswith("pixels") for metric, value in row.items()
+        }
+        for metric in COMPARED_METRICS:
+            # Pooled features have the last layer first, patches have the layers in order.
+            names = [name for name in own_rows if metric in rows[name]]
+            if names and metric in pixels:
+                own = rows[names[-1] if names[0].endswith(".patches") else names[0]][metric]
+                verdict = "better" if own > pixels[metric] else "worse"
+                cells = [COMPARED_METRICS[metric], format_metric(metric, own), format_metric(metric, pixels[metric])]
+                lines.append(f"| {' | '.join([*cells, verdict])} |")
+    return "\n".join(["| | this model | raw pixels | |", "|---|---|---|---|", *lines]) if lines else ""
 
 
 def training_text(results: dict) -> str:

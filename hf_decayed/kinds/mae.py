@@ -64,7 +64,7 @@ KIND = Kind(
         "position_accuracy": "position of a patch, linear probe: how much features say where",
     },
     pictures={
-        "reconstructions.png": "images, what the encoder sees of them, and what is made of that",
-        "patches.png": "held-out images, and three principal components of their patches' features as colours",
+        "reconstructions.png": "images, the patches that the encoder sees, and the reconstruction",
+        "patches.png": "held-out images, and below them the features of their patches: three principal components as colours",
     },
 )
