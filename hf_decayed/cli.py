@@ -85,7 +85,7 @@ def add_convert(commands):
         "convert",
         help="turn the checkpoint of another code base into ours, exactly",
         description="Turns a checkpoint into a folder that AutoModel or DiffusionPipeline loads. Kinds:\n"
-        + "\n".join(f"  {name:13} {text}" for name, text in formats.items()),
+        + "\n".join(f"  {name:{max(map(len, formats))}} {text}" for name, text in formats.items()),
         epilog="example:\n  hf-decayed convert --from released-mae --checkpoint checkpoint-799.pth --output decayed-mae-base "
         "--set shortcut_decay=0.6 --set norm_pix_loss=true",
         formatter_class=argparse.RawDescriptionHelpFormatter,

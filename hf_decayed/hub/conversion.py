@@ -20,7 +20,7 @@ __all__ = ["ConversionError", "convert", "to_vit_mae"]
 
 FAMILIES = {
     "transformers": ["library_name: transformers", "tags:", "- masked-autoencoder"],
-    "diffusers": ["library_name: diffusers", "pipeline_tag: unconditional-image-generation", "tags:"],
+    "diffusers": ["library_name: diffusers", "pipeline_tag: {task}", "tags:"],
 }
 
 
@@ -79,7 +79,8 @@ def model_card(source: Format, checkpoint: Path, class_name: str, licence: str, 
     sources = [f"- `{file.name}`, SHA-256 `{hashlib.sha256(file.read_bytes()).hexdigest()}`" for file in files]
     metadata = [f"license: {licence}"] if licence != "unknown" else []
     lines = [
-        *["---", *metadata, *FAMILIES[source.library], "- hf_decayed", "---", ""],
+        *["---", *metadata, *(line.format(task=source.task) for line in FAMILIES[source.library])],
+        *["- hf_decayed", "---", ""],
         *[f"# {class_name}, converted", ""],
         *[f"The weights are those of {source.text}:", "", *sources, ""],
         *[line for note in notes for line in (note, "")],

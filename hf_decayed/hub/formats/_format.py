@@ -30,6 +30,7 @@ class Format:
             `read(checkpoint, fields)` gives a model or pipeline, ready for `save_pretrained`, and notes for its owner.
         fields (`Callable`): Gives the config fields that `--set` may name.
         library (`str`): Library that loads the result.
+        task (`str`): Of the result, as the Hub names it, if the library is diffusers.
         is_folder (`bool`): Whether it is a folder rather than one file.
     """
 
@@ -39,6 +40,7 @@ class Format:
     read: Callable[[Path, dict], tuple]
     fields: Callable[[], set[str]]
     library: str = "transformers"
+    task: str = "unconditional-image-generation"
     is_folder: bool = False
 
 
