@@ -28,7 +28,7 @@ from hf_decayed.models.latent_intrinsics import SIZES, LatentIntrinsicsModel
 from hf_decayed.pipelines.pipeline_relighting import RelightingPipeline
 from hf_decayed.run import Run, adamw, linear_warmup, script_main
 from hf_decayed.run import arguments as flags
-from hf_decayed.run.relighting import load_relighting_data
+from hf_decayed.run.relighting import DensePrior, load_relighting_data
 
 
 def parse_arguments(arguments=None):
@@ -46,6 +46,7 @@ def parse_arguments(arguments=None):
 
     model = parser.add_argument_group("model")
     model.add_argument("--size", choices=list(SIZES), default="base", help="`base` is the dissertation's")
+    model.add_argument("--prior", metavar="FOLDER", help="frozen MAE whose dense features the network takes as well")
     flags.add_field_argument(model)
 
     training = flags.add_training_arguments(parser, batch_size=256, ema_decay=0.999)
@@ -71,8 +72,9 @@ def parse_arguments(arguments=None):
         check_fields(options.fields, constructor_fields(LatentIntrinsicsModel))
     except ValueError as error:
         parser.error(f"--set: {error}")
-    if "sample_size" in options.fields:
-        parser.error("--set sample_size: it is --image_size")
+    for field, flag in (("sample_size", "--image_size"), ("prior_channels", "--prior")):
+        if field in options.fields:
+            parser.error(f"--set {field}: it is {flag}")
     if options.gradient_accumulation_steps > 1:
         parser.error(
             "--gradient_accumulation_steps must be 1: the coding rates are of a whole batch, and those of its parts add up "
@@ -111,7 +113,9 @@ def main():
     )
 
     # Model.
-    model = LatentIntrinsicsModel.from_size(options.size, **{**options.fields, "sample_size": options.image_size})
+    prior = DensePrior(options.prior, run.device) if options.prior else None
+    fields = {"sample_size": options.image_size, "prior_channels": prior.channels if prior else 0}
+    model = LatentIntrinsicsModel.from_size(options.size, **{**options.fields, **fields})
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
     noise_steps = round(options.noise_fraction * run.total_steps)
@@ -124,19 +128,21 @@ def main():
 
     # Resume.
     run.resume(dataset=data.name, fingerprint=data.train.fingerprint())
-    monitor = data.monitor(run, options.image_size, options.eval_examples)
+    monitor = data.monitor(run, options.image_size, options.eval_examples, prior)
 
     # Loop.
     for batch in run.batches(images):
         run.set_learning_rate(optimizer, options.learning_rate * linear_warmup(run.step + 1, options.warmup_steps))
         # Both images of a pair get noise of one strength, each its own.
         sigma = noise_sigma(batch["sigma_draws"], run.step, noise_steps)
-        noisy = batch["pixel_values"] + sigma * batch["noise"], batch["target_values"] + sigma * batch["target_noise"]
+        noisy = torch.cat(
+            [batch["pixel_values"] + sigma * batch["noise"], batch["target_values"] + sigma * batch["target_noise"]]
+        )
         # Both scenes are decoded under the second light: the first image is relit, the second reconstructed (Eq. 6.4).
         number, target = len(batch["pixel_values"]), batch["target_values"]
         second_light = torch.arange(number, 2 * number, device=run.device).repeat(2)
         with run.accumulate(model):
-            output = model(torch.cat(noisy), light_index=second_light)
+            output = model(noisy, light_index=second_light, prior=prior(noisy) if prior else None)
             relit, reconstructed = output.sample.float().chunk(2)
             first_maps, second_maps = zip(*(intrinsic.float().chunk(2) for intrinsic in output.intrinsics))
             loss = (
@@ -158,8 +164,8 @@ def main():
     results = run.results({**measured, "alpha": evaluated.config.alpha, "dataset": data.describe()})
     if run.is_main_process:
         print(
-            f"relit RMSE {results['relit_rmse']:.3f} (unchanged image {results['copy_rmse']:.3f}), corrected "
-            f"{results['relit_rmse_corrected']:.3f} ({results['copy_rmse_corrected']:.3f}), {results['seconds']:.0f} s"
+            f"relit RMSE {results['relit_rmse']:.3f} (unchanged image {results['copy_rmse']:.3f}, wrong reference "
+            f"{results['wrong_reference_rmse']:.3f}), {results['seconds']:.0f} s"
         )
     run.finish(results, "pipeline, samples.png")
 

@@ -20,22 +20,27 @@ import torch
 from .keyed_random import sample_generator
 
 
-VERSION = 1  # part of fingerprints: it rises when the same index gives another scene
+VERSION = 2  # part of fingerprints: it rises when the same index gives another scene
 SCENE_STREAM, LIGHT_STREAM = 4, 5  # of `sample_generator`
-CELLS = (6, 15)  # regions of one albedo, from and to
-ALBEDO = (0.15, 0.95)
-WAVES = 8  # of the height field
-STEEPNESS = 1.2  # slope of the height field, as its root mean square
-ELEVATION = (25.0, 75.0)  # of lights above the picture plane, in degrees
-INTENSITY, AMBIENT = (0.7, 1.3), (0.1, 0.3)
-TINT = 0.25  # how far the colour of a light may be from white
+CELLS = (4, 9)  # regions of one albedo on the ground, from and to
+DOMES, RADIUS, FLATNESS = (5, 10), (0.1, 0.26), (0.6, 1.0)  # number, radius in picture widths, height over radius
+ALBEDO = (0.25, 0.95)
+WAVES = 4  # of the ground
+STEEPNESS = 0.25  # slope of the ground, as its root mean square
+GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))  # between lights, so that any number of them is spread around the scene
+ELEVATION = (20.0, 60.0)  # of lights above the picture plane, in degrees
+INTENSITY, AMBIENT = (0.8, 1.2), (0.1, 0.2)
+TINT = 0.35  # how far the colour of a light may be from white
 SHADOW_STEPS = 12
 SPECULAR, SHININESS = 0.4, 20.0
 
 
 @dataclass(frozen=True)
 class LambertianScenes:
-    """Scenes of piecewise constant albedo on a smooth random height field.
+    """Domes on a ground of gentle waves, with piecewise constant albedo.
+
+    Domes show where the light comes from. Surfaces that are as often hollow as raised do not: seen from above, a hollow that
+    is lit from the left looks like a hill that is lit from the right.
 
     Args:
         num_scenes, num_lights (`int`): How many there are; lights are the same for all scenes.
@@ -69,7 +74,7 @@ class LambertianScenes:
         draws = [sample_generator(self.seed, 0, index, LIGHT_STREAM).random(7) for index in range(self.num_lights)]
         azimuth, elevation, intensity, ambient, *tint = torch.from_numpy(np.stack(draws)).float().T
         elevation = torch.deg2rad(ELEVATION[0] + (ELEVATION[1] - ELEVATION[0]) * elevation)
-        azimuth = 2 * math.pi * azimuth
+        azimuth = GOLDEN_ANGLE * (torch.arange(self.num_lights) + 0.5 * azimuth)
         direction = [azimuth.cos() * elevation.cos(), azimuth.sin() * elevation.cos(), elevation.sin()]
         colour = 1 + TINT * (2 * torch.stack(tint, dim=1) - 1)
         return {
@@ -93,18 +98,29 @@ class LambertianScenes:
 
         frequency = generator.uniform(-3, 3, (WAVES, 2)) * 2 * np.pi
         amplitude = generator.uniform(0.2, 1.0, WAVES) / np.linalg.norm(frequency, axis=1)
-        phase = generator.uniform(0, 2 * np.pi, WAVES)
-        angles = y[..., None] * frequency[:, 0] + x[..., None] * frequency[:, 1] + phase
-        slopes = [
-            (amplitude * frequency[:, i] * np.cos(angles)).sum(axis=2) for i in (1, 0)
-        ]  # to the right, downwards
-        scale = STEEPNESS / np.sqrt(np.mean(slopes[0] ** 2 + slopes[1] ** 2))
-        normals = np.stack([-scale * slopes[0], -scale * slopes[1], np.ones_like(slopes[0])])
+        angles = (
+            y[..., None] * frequency[:, 0] + x[..., None] * frequency[:, 1] + generator.uniform(0, 2 * np.pi, WAVES)
+        )
+        slopes = np.stack([(amplitude * frequency[:, i] * np.cos(angles)).sum(axis=2) for i in (1, 0)])  # right, down
+        scale = STEEPNESS / np.sqrt(np.mean((slopes**2).sum(axis=0)))
+        slopes, height = scale * slopes, scale * (amplitude * np.sin(angles)).sum(axis=2)
+
+        for index in range(generator.integers(*DOMES)):
+            centre, colour = generator.uniform(0, 1, 2), generator.uniform(*ALBEDO, 3)
+            radius, flatness = generator.uniform(*RADIUS), generator.uniform(*FLATNESS)
+            right, down = x - centre[1], y - centre[0]
+            depth = np.sqrt(np.clip(radius**2 - right**2 - down**2, 1e-6, None))  # of a ball, above its equator
+            higher = (right**2 + down**2 < radius**2) & (flatness * depth > height)
+            slopes = np.where(higher, -flatness * np.stack(np.broadcast_arrays(right, down)) / depth, slopes)
+            height = np.where(higher, flatness * depth, height)
+            if index % 2 == 0:  # the others keep the colours of the ground
+                albedo = np.where(higher[..., None], colour, albedo)
+        normals = np.concatenate([-slopes, np.ones_like(slopes[:1])])
         normals /= np.linalg.norm(normals, axis=0)
         arrays = {
             "albedo": albedo.transpose(2, 0, 1),
             "normals": normals,
-            "height": scale * (amplitude * np.sin(angles)).sum(axis=2),
+            "height": height,
         }
         return {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
 

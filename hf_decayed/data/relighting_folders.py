@@ -197,6 +197,8 @@ class RelightingExamples(NamedTuple):
         target: The first scene under the light of the reference.
         lights (`torch.Tensor` of shape `(number,)`): Number of the light of reference and target, among those that occur.
         albedo (`torch.Tensor`, *optional*): True albedo in [0, 1] of procedural scenes.
+        mean_light (`torch.Tensor`, *optional*): Mean of a procedural scene over all lights: the best image that ignores the
+            reference.
     """
 
     image: torch.Tensor
@@ -204,6 +206,7 @@ class RelightingExamples(NamedTuple):
     target: torch.Tensor
     lights: torch.Tensor
     albedo: torch.Tensor | None
+    mean_light: torch.Tensor | None
 
 
 def relighting_examples(
@@ -212,7 +215,7 @@ def relighting_examples(
     """Fixed examples of held-out scenes, as many as asked for; the middle of every image, resized."""
     if len(source) < 2:
         raise DataError("Relighting is evaluated with references of other scenes: hold out at least two scenes.")
-    images, lights, albedos = [], [], []
+    images, lights, albedos, means = [], [], [], []
     for index in range(number):
         generator = sample_generator(seed, 0, index, PAIR_STREAM)
         scene = index % len(source)
@@ -231,10 +234,12 @@ def relighting_examples(
         lights.append(name)
         if isinstance(source, ProceduralPairs):
             albedos.append(source.scenes.scene(scene)["albedo"])
+            means.append(middle(source.images[scene].float().mean(dim=0), image_size))
     numbers = {name: number for number, name in enumerate(sorted(set(lights)))}
     image, reference, target = (torch.stack(column) for column in zip(*images))
+    number_of_light = torch.tensor([numbers[name] for name in lights])
     albedo = torch.stack(albedos) if albedos and albedos[0].shape[-1] == image_size else None
-    return RelightingExamples(image, reference, target, torch.tensor([numbers[name] for name in lights]), albedo)
+    return RelightingExamples(image, reference, target, number_of_light, albedo, torch.stack(means) if means else None)
 
 
 def middle(pixels: torch.Tensor, image_size: int) -> torch.Tensor:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.nn import functional as F
+from transformers import AutoImageProcessor
 
 from ..data.lambertian import LambertianScenes
 from ..data.relighting_folders import (
@@ -14,9 +16,11 @@ from ..data.relighting_folders import (
     RelightingFolder,
     relighting_examples,
 )
+from ..errors import UserError, format_error
 from ..evaluation.relighting import albedo_error, light_consistency, relighting_errors
 from ..losses.coding_rate import coding_rate, uniform_coding_rate
 from ..losses.relighting import invariance_loss
+from ..models.modeling_decayed_vit_mae import DecayedViTMAEBackbone
 from ..plots import save_patch_colours
 from .monitors import evaluation_mode
 from .run import Run
@@ -35,9 +39,11 @@ class RelightingData:
     name: str
     held_out_rule: str
 
-    def monitor(self, run: Run, image_size: int, num_examples: int) -> "RelightingMonitor":
+    def monitor(
+        self, run: Run, image_size: int, num_examples: int, prior: "DensePrior | None" = None
+    ) -> "RelightingMonitor":
         examples = relighting_examples(self.held_out, image_size, num_examples)
-        return RelightingMonitor(run.accelerator, examples)
+        return RelightingMonitor(run.accelerator, examples, prior)
 
     def describe(self) -> dict:
         return {
@@ -79,27 +85,63 @@ def load_relighting_data(
     return RelightingData(train, held_out, name, rule)
 
 
+class DensePrior:
+    """Dense features of a frozen masked autoencoder, as an additional input of latent intrinsics.
+
+    Args:
+        path (`str`): Folder of a `DecayedViTMAE`, plain or decayed, with its image processor.
+    """
+
+    def __init__(self, path: str, device: torch.device):
+        try:
+            self.backbone = DecayedViTMAEBackbone.from_pretrained(path).eval().requires_grad_(False).to(device)
+            processor = AutoImageProcessor.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--prior {path}: {format_error(error)}") from error
+        self.channels: int = self.backbone.channels[-1]
+        self.size = (processor.size["height"], processor.size["width"])
+        self.mean, self.std = (
+            torch.tensor(values, device=device).view(3, 1, 1) for values in (processor.image_mean, processor.image_std)
+        )
+
+    @torch.no_grad()
+    def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Features `(batch, channels, rows, columns)` of images in [-1, 1], of mean 0 and variance 1 at every position."""
+        images = F.interpolate((pixel_values + 1) / 2, self.size, mode="bilinear", align_corners=False, antialias=True)
+        features = self.backbone((images - self.mean) / self.std).feature_maps[-1]
+        return F.layer_norm(features.movedim(1, -1), (self.channels,)).movedim(-1, 1)
+
+
 class RelightingMonitor:
     """Errors of relit held-out images and of their albedo, beside those of the unchanged image, and a picture."""
 
-    def __init__(self, accelerator: Accelerator, examples: RelightingExamples):
-        self.accelerator, self.examples = accelerator, examples
-        self.copied = relighting_errors(examples.image, examples.target)
+    def __init__(self, accelerator: Accelerator, examples: RelightingExamples, prior: DensePrior | None = None):
+        self.accelerator, self.examples, self.prior = accelerator, examples, prior
+        self.baselines = named_errors("copy", examples.image, examples.target)
+        if examples.mean_light is not None:
+            self.baselines |= named_errors("mean_light", examples.mean_light, examples.target)
         self.relit: torch.Tensor | None = None  # by the pipeline that was evaluated last
         self.albedo: torch.Tensor | None = None
 
     def evaluate(self, pipeline) -> dict[str, float]:
-        """Metrics by name; those that begin with `copy_` are of the image that was not relit."""
+        """Metrics by name: `relit_` with the reference, `wrong_reference_` with one of another light, `copy_` of the image
+        itself, `mean_light_` of the best image that ignores the reference.
+        """
         model, examples = pipeline.autoencoder.to(self.accelerator.device), self.examples
         image, reference, target = (
             images.to(self.accelerator.device) for images in (examples.image, examples.reference, examples.target)
         )
         with evaluation_mode(model), self.accelerator.autocast():
-            codes = [model.encode(images) for images in (image, reference, target)]
+            codes = [
+                model.encode(images, None if self.prior is None else self.prior(images))
+                for images in (image, reference, target)
+            ]
             self.relit = model.decode(codes[0].intrinsics, codes[1].light).float().cpu()
+            wrong_light = codes[1].light[other_lights(examples.lights)]
+            wrongly_relit = model.decode(codes[0].intrinsics, wrong_light).float().cpu()
             self.albedo = model.decode(codes[0].intrinsics, codes[1].light, alpha=0.0).float().cpu()
-        metrics = {f"relit_{name}": value for name, value in relighting_errors(self.relit, examples.target).items()}
-        metrics |= {f"copy_{name}": value for name, value in self.copied.items()}
+        metrics = self.baselines | named_errors("relit", self.relit, examples.target)
+        metrics |= named_errors("wrong_reference", wrongly_relit, examples.target)
         if examples.albedo is not None:
             metrics["albedo_error"] = albedo_error(intensities(self.albedo), examples.albedo)
             metrics["albedo_error_of_input"] = albedo_error(intensities(examples.image), examples.albedo)
@@ -130,6 +172,19 @@ class RelightingMonitor:
         pictures = {name: as_pictures(images) for name, images in rows.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         save_patch_colours(path, as_pictures(intensities(examples.image)), pictures)
+
+
+def named_errors(prefix: str, images: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
+    return {f"{prefix}_{name}": value for name, value in relighting_errors(images, target).items()}
+
+
+def other_lights(lights: torch.Tensor) -> torch.Tensor:
+    """For every example, the next one with another light; itself if there is none."""
+    number, found = len(lights), []
+    for index in range(number):
+        candidates = ((index + step) % number for step in range(1, number))
+        found.append(next((other for other in candidates if lights[other] != lights[index]), index))
+    return torch.tensor(found)
 
 
 def intensities(images: torch.Tensor) -> torch.Tensor:
