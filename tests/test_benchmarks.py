@@ -146,6 +146,11 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
             ],
         ),
         (
+            "relighting",
+            ["--batch_size", 1, "--sides", 96],
+            ["tiny, 1.2 M parameters, 64 pixels: training step, 1 pairs", "tiny: relighting of large images"],
+        ),
+        (
             "diffusion",
             ["--batch_size", 1],
             [

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT, random_weights, run_script
 from diffusers import DiffusionPipeline
+from diffusers.utils import export_to_gif
 from PIL import Image
 from script_server import kill, start_script
 from torch.nn import functional as F
@@ -617,6 +618,13 @@ def test_wrong_arguments_of_the_pipeline_are_one_sentence(arguments, sentence, p
         pipeline(**{"image": picture(), "reference": picture(seed=1), **arguments})
 
 
+def test_frames_become_a_gif(pipeline, tmp_path):
+    frames = pipeline.interpolate(picture(), [picture(seed=1), picture(seed=2)], num_frames=5).images
+    export_to_gif(frames, str(tmp_path / "light.gif"))
+    with Image.open(tmp_path / "light.gif") as animation:
+        assert animation.n_frames == 5 and animation.size == (16, 16)
+
+
 def test_wrong_interpolations_are_one_sentence(pipeline):
     with pytest.raises(ValueError, match="`references` must be at least two images, got 1"):
         pipeline.interpolate(picture(), [picture()])
@@ -842,6 +850,8 @@ def test_noise_ends_with_its_part_of_the_steps():
             "--gradient_accumulation_steps must be 1: the coding rates are of a whole",
         ),
         (["--set", "sample_size=32"], "--set sample_size: it is --image_size"),
+        (["--set", "prior_channels=32"], "--set prior_channels: it is --prior"),
+        (["--num_lights", "1"], "--num_lights must be at least 2, because a pair needs two lights, got 1"),
         (["--set", "light_dims=3"], "light_dim"),
         (["--extrinsic_target", "none"], "--extrinsic_target: invalid choice: 'none'"),
     ],

@@ -75,6 +75,8 @@ def parse_arguments(arguments=None):
     for field, flag in (("sample_size", "--image_size"), ("prior_channels", "--prior")):
         if field in options.fields:
             parser.error(f"--set {field}: it is {flag}")
+    if options.scenes_path is None and options.num_lights < 2:
+        parser.error(f"--num_lights must be at least 2, because a pair needs two lights, got {options.num_lights}")
     if options.gradient_accumulation_steps > 1:
         parser.error(
             "--gradient_accumulation_steps must be 1: the coding rates are of a whole batch, and those of its parts add up "
