@@ -43,6 +43,9 @@ from hf_decayed import (
     DecayedViTMAEForPreTraining,
     LatentIntrinsicsModel,
     NestedUViT2DModel,
+    StructuralDiscriminatorConfig,
+    StructuralDiscriminatorModel,
+    StructuralGenerator,
 )
 from hf_decayed.data.decoding import decode_image
 from hf_decayed.errors import DataError, UserError, format_error
@@ -151,6 +154,13 @@ def build_mae(**fields):
 def build_latents(**fields):
     config = HierarchicalLatentConfig(encoder_config=TINY_VIT, **fields)
     HierarchicalLatentEncoder(config)
+    return config
+
+
+def build_discriminator(**fields):
+    config = StructuralDiscriminatorConfig(**fields)
+    if sum(config.depths) <= 20:
+        StructuralDiscriminatorModel(config)
     return config
 
 
@@ -267,8 +277,34 @@ FAMILIES = {
             **switches("downsample_in_first_stage", "downsample_in_bottleneck"),
         },
     ),
+    "discriminator": (
+        build_discriminator,
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "group_size": 4, "projection_size": 6},
+        {
+            "num_channels": (POSITIVE, [1, 3]),
+            "hidden_sizes": (is_list(POSITIVE, low=1), [[8, 16], (8, 8), [4]]),
+            "depths": (is_list(POSITIVE, low=1), [[1, 1], (1, 2), [3]]),
+            "group_size": (POSITIVE, [1, 4, 8]),
+            "projection_size": (POSITIVE, [1, 6]),
+            "shortcut_decay": (is_number(0, 1), [0, 0.3, 0.7, 1.0]),
+            "shortcut_schedule": (is_one_of(*SCHEDULES[:3]), SCHEDULES[:3]),
+            **switches("downsample_in_first_stage"),
+        },
+    ),
+    "generator": (
+        StructuralGenerator,
+        {"sample_size": 8, "latent_dim": 6, "block_out_channels": (16, 8)},
+        {
+            "sample_size": (POSITIVE, [4, 8, 16]),
+            "out_channels": (POSITIVE, [1, 3]),
+            "latent_dim": (POSITIVE, [1, 6]),
+            "block_out_channels": (is_list(is_integer(8), low=1), [(16, 8), [8, 8], (8,)]),
+            "layers_per_block": (POSITIVE, [1, 2]),
+            "attention_sizes": (is_list(POSITIVE), [(), [], (8,), [4, 8]]),
+        },
+    ),
 }
-CONFIGS = 400  # in each of the four parts of each of the seven families: 11,200
+CONFIGS = 300  # in each of the four parts of each of the nine families: 10,800
 
 
 def draw_fields(rules, rng):
@@ -307,7 +343,7 @@ def config_problem(build, base, rules, fields):
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configs_are_taken_or_refused(family, part):
-    """11,200 in all: a value against a field's rule is refused with its name, whatever else is given."""
+    """10,800 in all: a value against a field's rule is refused with its name, whatever else is given."""
     build, base, rules = FAMILIES[family]
     rng, problems = random.Random(f"{family} {part}"), []
     for number in range(CONFIGS):

@@ -13,6 +13,7 @@ import structural_gan
 import torch
 from conftest import ROOT, random_weights, run_script
 from diffusers import DiffusionPipeline
+from script_server import kill, start_script
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModel, ViTConfig, ViTModel
@@ -672,11 +673,9 @@ def all_weights(folder):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_run_ends_with_the_same_bits(processes, tmp_path):
-    from test_run import kill, start
-
     run_script("structural_gan.py", *SCRIPT, "--output_dir", tmp_path / "whole", processes=processes)
     flags = [*SCRIPT, "--output_dir", tmp_path / "killed", "--resume_from_checkpoint", "latest"]
-    process = start("structural_gan.py", *flags, processes=processes)
+    process = start_script("structural_gan.py", *flags, processes=processes)
     while process.poll() is None and not list((tmp_path / "killed" / "checkpoints").glob("step-*")):
         time.sleep(0.01)
     assert process.poll() is None, process.communicate()

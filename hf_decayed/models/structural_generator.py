@@ -94,6 +94,8 @@ def check_sizes(sample_size: int, block_out_channels: Sequence[int], attention_s
             f"`sample_size` must be divisible by {factor}, because {len(block_out_channels)} stages double it, got "
             f"{sample_size}."
         )
+    if not isinstance(attention_sizes, (list, tuple)):
+        raise ValueError(f"`attention_sizes` must list sizes of maps, got {attention_sizes!r}.")
     sizes = [sample_size * 2**stage // factor for stage in range(1, len(block_out_channels) + 1)]
     if unknown := [size for size in attention_sizes if size not in sizes]:
         raise ValueError(f"`attention_sizes` must be some of {sizes}, the sizes of the stages, got {unknown[0]!r}.")
