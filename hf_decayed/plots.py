@@ -5,10 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from .errors import UserError
 from .models.shortcut_decay import branch_depths, effective_decay, shortcut_factors, suggest_shortcut_decay
+
+
+SMOOTHING = 20  # points of a curve that a smoothed point is the mean of
+TITLE_WIDTH, TITLE_HEIGHT, TITLE_SIZE = 76, 18, 12  # of the columns of a grid, in pixels
 
 
 def require_matplotlib():
@@ -24,13 +28,27 @@ def require_matplotlib():
 
 
 def reconstructions(model, pixel_values: torch.Tensor, noise: torch.Tensor, mean: list[float], std: list[float]):
-    """Original, masked and reconstructed images in [0, 1], `(number, height, width, channels)` each."""
+    """Original, masked and reconstructed images in [0, 1], `(number, height, width, channels)` each.
+
+    Masked patches have a colour that is far from those of the images, so the masked images of a grey model have three channels.
+    """
     reconstructed, removed = model.reconstruct(pixel_values, noise=noise)
     mean_value, scale = (torch.tensor(values, device=pixel_values.device).view(1, -1, 1, 1) for values in (mean, std))
-    grey = ((0.5 - mean_value) / scale).expand_as(pixel_values)
-    images = (pixel_values, torch.where(removed, grey, pixel_values), reconstructed)
-    images = [(image * scale + mean_value).clamp(0, 1) for image in images]
-    return [image.permute(0, 2, 3, 1).float().cpu().numpy() for image in images]
+    images = [(image * scale + mean_value).clamp(0, 1) for image in (pixel_values, reconstructed)]
+    original, reconstructed = (image.permute(0, 2, 3, 1).float().cpu().numpy() for image in images)
+    hidden = removed.permute(0, 2, 3, 1).cpu().numpy()
+    if original.shape[-1] not in (1, 3):
+        return original, np.where(hidden, 0.5, original), reconstructed
+    masked = np.where(hidden, distant_colour(original), np.broadcast_to(original, (*original.shape[:3], 3)))
+    return original, masked, reconstructed
+
+
+def distant_colour(images: np.ndarray) -> np.ndarray:
+    """Of a few muted colours, the one whose nearest pixel in the images `(..., 1 or 3)` is the farthest."""
+    colours = np.array([[0.25, 0.4, 0.75], [0.8, 0.45, 0.3], [0.5, 0.5, 0.5], [0.75, 0.35, 0.7], [0.3, 0.65, 0.5]])
+    pixels = np.broadcast_to(images, (*images.shape[:-1], 3)).reshape(-1, 3)[::7]
+    distances = [np.linalg.norm(pixels - colour, axis=1).min() for colour in colours]
+    return colours[int(np.argmax(distances))]
 
 
 def save_reconstructions(path: Path, original, masked, reconstructed, normalised: bool) -> None:
@@ -43,7 +61,7 @@ def save_reconstructions(path: Path, original, masked, reconstructed, normalised
             axis.set(xticks=[], yticks=[])
     for row, label in zip(axes, ("original", "visible", "reconstruction")):
         row[0].set_ylabel(label)
-    note = "masked patches: prediction at the target patch's own mean and deviation" if normalised else ""
+    note = "masked patches are predicted up to the mean and deviation of the true patch" if normalised else ""
     figure.supxlabel(note, fontsize=8)
     figure.tight_layout(pad=0.4)
     figure.savefig(path, dpi=150)
@@ -80,9 +98,13 @@ def save_patch_colours(path: Path, images: np.ndarray, rows: dict[str, np.ndarra
     pyplot.close(figure)
 
 
-def save_grid(path: Path, images) -> None:
-    """Images `(number, height, width, channels)` in [0, 1] as a grid that is about square."""
-    columns = math.ceil(math.sqrt(len(images)))
+def save_grid(path: Path, images, titles: list[str] | None = None) -> None:
+    """Images `(number, height, width, channels)` in [0, 1] as a grid.
+
+    Args:
+        titles (`list[str]`, *optional*): Of the columns, such as names of classes. Without them the grid is about square.
+    """
+    columns = len(titles) if titles else math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     number, height, width, channels = images.shape
     grid = np.ones((rows * (height + 2), columns * (width + 2), channels), dtype=np.float32)
@@ -90,47 +112,87 @@ def save_grid(path: Path, images) -> None:
         top, left = index // columns * (height + 2) + 1, index % columns * (width + 2) + 1
         grid[top : top + height, left : left + width] = image
     pixels = Image.fromarray((255 * grid.clip(0, 1)).round().astype(np.uint8).squeeze())
-    enlarged = max(1, 640 // pixels.width)  # small images are enlarged without smoothing
+    # Small images are enlarged without smoothing; a title needs some width.
+    enlarged = max(1, 640 // pixels.width, math.ceil(TITLE_WIDTH / (width + 2)) if titles else 1)
+    pixels = pixels.resize((pixels.width * enlarged, pixels.height * enlarged), Image.Resampling.NEAREST)
+    if titles:
+        pixels = add_titles(pixels, titles)
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels.resize((pixels.width * enlarged, pixels.height * enlarged), Image.Resampling.NEAREST).save(path)
+    pixels.save(path)
+
+
+def add_titles(grid: Image.Image, titles: list[str]) -> Image.Image:
+    """The grid with a title above each of its columns."""
+    titled = Image.new(grid.mode, (grid.width, grid.height + TITLE_HEIGHT), "white")
+    titled.paste(grid, (0, TITLE_HEIGHT))
+    draw, font, width = ImageDraw.Draw(titled), ImageFont.load_default(TITLE_SIZE), grid.width / len(titles)
+    for column, title in enumerate(titles):
+        while draw.textlength(title, font) > width - 4 and len(title) > 1:
+            title = title.removesuffix("...")[:-1] + "..." if len(title) > 4 else title[:-1]
+        draw.text(((column + 0.5) * width, TITLE_HEIGHT / 2), title, fill="black", font=font, anchor="mm")
+    return titled
 
 
 def save_curves(path: Path, records: list[dict]) -> None:
     """Loss, rank, norm, accuracy and skip ablation over training; metrics that were not measured are left out."""
     pyplot = require_matplotlib()
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
     names = {
         "loss": "training loss",
-        "encoder_norm": "encoder output norm",
+        "encoder_norm": "norm of the encoder's tokens",
         "effective_rank": "effective rank (entropy)",
-        "knn_accuracy": "kNN accuracy",
-        "accuracy": "accuracy on held-out images",
+        "knn_accuracy": "kNN accuracy (%)",
+        "accuracy": "accuracy on held-out images (%)",
     }
-    names |= {name: name.replace("_", " ", 1) for record in records for name in record if name.startswith("frechet_")}
+    names |= {name: distance_title(name) for record in records for name in record if name.startswith("frechet_")}
     series = {
         name: [(record["step"], record[name]) for record in records if record.get(name) is not None] for name in names
     }
     shown = [name for name in names if series[name]]
     skips = dict.fromkeys(name for record in records for name in record if name.startswith("skip_use_"))
     panels = len(shown) + bool(skips)
-    figure, axes = pyplot.subplots(1, panels, figsize=(3.4 * panels, 2.7), squeeze=False)
-    for axis, name in zip(axes[0], shown):
+    columns = min(3, panels)
+    rows = math.ceil(panels / columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4 * columns, 3 * rows), squeeze=False, layout="constrained")
+    for axis, name in zip(axes.flat, shown):
         steps, values = zip(*series[name])
-        axis.plot(steps, values, marker="o" if len(steps) < 20 else None, markersize=3, linewidth=1.2)
-        axis.set(title=names[name], xlabel="step")
-    for number, name in enumerate(skips):
-        points = [(record["step"], record[name]) for record in records if name in record]
-        shade = pyplot.get_cmap("viridis")(number / max(1, len(skips) - 1))
-        axes[0][-1].plot(
-            *zip(*points), marker="o", markersize=3, linewidth=1.2, color=shade, label=name.split("_")[-1]
-        )
+        values = np.asarray(values) * (100 if "%" in names[name] else 1)
+        many = len(steps) >= 4 * SMOOTHING
+        axis.plot(steps, values, marker=None if len(steps) >= 20 else "o", markersize=3, alpha=0.3 if many else 1)
+        if many:
+            smooth = np.convolve(values, np.full(SMOOTHING, 1 / SMOOTHING), "valid")
+            axis.plot(steps[SMOOTHING // 2 :][: len(smooth)], smooth, color="C0")
+        if name == "loss" and many:  # the first steps would hide all that follows
+            settled = values[len(values) // 20 :]
+            margin = 0.05 * (settled.max() - settled.min())
+            axis.set_ylim(settled.min() - margin, settled.max() + margin)
+        axis.set_title(names[name])
     if skips:
-        axes[0][-1].set(title="increase of the loss without a skip", xlabel="step")
-        axes[0][-1].legend(title="from layer", fontsize=6, title_fontsize=6)
-    for axis in axes[0]:
+        axis = axes.flat[len(shown)]
+        for number, name in enumerate(skips):
+            points = [(record["step"], record[name]) for record in records if name in record]
+            shade = pyplot.get_cmap("viridis")(number / max(1, len(skips) - 1))
+            axis.plot(*zip(*points), marker="o", markersize=3, color=shade, label=name.split("_")[-1])
+        axis.set_title("rise of the loss without a skip")
+        axis.legend(title="from layer", fontsize=7, title_fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    for axis in axes.flat[:panels]:
+        axis.set_xlabel("step")
+        axis.set_xlim(left=0)
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
-    figure.tight_layout()
+    for axis in axes.flat[panels:]:
+        axis.set_axis_off()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def distance_title(name: str) -> str:
+    """`frechet_pixels_1000_guidance_2` in words."""
+    words = name.split("_")
+    title = f"Frechet distance, {words[1]}, {words[2]} samples" if len(words) > 2 else name.replace("_", " ")
+    return title + (f",\n{' '.join(words[3:])}" if len(words) > 3 else "")
 
 
 def save_heat_maps(

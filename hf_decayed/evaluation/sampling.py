@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from .features import pipeline_network
 
 
 PICTURE_IMAGES = 64
+MAX_TITLES = 16  # columns of a picture that shows a class in each
 
 
 def sample(
@@ -131,7 +133,8 @@ def sample(
     if accelerator.is_main_process:
         if file_format == "npz":
             write_npz(output / "samples.npz", [shard_path(output, indices) for indices in batches])
-        save_grid(output / "samples.png", first_images(output, min(num, PICTURE_IMAGES), file_format) / 255)
+        pictures = first_images(output, min(num, PICTURE_IMAGES), file_format) / 255
+        save_grid(output / "samples.png", pictures, class_titles(pipeline, labels or []))
         write_record(output, {**settings, "finished": sorted({*finished, file_format})})
         shutil.rmtree(output / "shards", ignore_errors=True)
     accelerator.wait_for_everyone()
@@ -239,6 +242,13 @@ def class_cycle(pipeline: DiffusionPipeline, classes: str) -> list[int | str] | 
     requested = [int(name) if name.isdecimal() else name for name in requested]
     # Pipelines of diffusers take numbers, and check them themselves.
     return pipeline.labels_of(requested, 1) if hasattr(pipeline, "labels_of") else requested
+
+
+def class_titles(pipeline: DiffusionPipeline, labels: Iterable[int | str]) -> list[str] | None:
+    """Names of the classes that samples take in turn, as titles of columns; `None` if there are none, or too many."""
+    names = {number: name for name, number in getattr(pipeline, "label2id", {}).items()}
+    titles = [str(names.get(label, label)) for label in labels]
+    return titles if names and 0 < len(titles) <= MAX_TITLES else None
 
 
 def prepare_samples_dir(output: Path, settings: dict) -> list[str]:

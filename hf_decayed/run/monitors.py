@@ -24,6 +24,7 @@ from ..evaluation import effective_rank, frechet_distance, knn_accuracy, skip_ab
 from ..evaluation.dense import DENSE_METRICS, DenseMetrics, evaluate_patches, merge_encoders
 from ..evaluation.features import Extraction, pipeline_network, transformer_encoder, with_pixels
 from ..evaluation.generation import pixel_features
+from ..evaluation.sampling import class_titles
 from ..evaluation.segmentation import principal_colours
 from ..plots import denormalize, reconstructions, save_grid, save_patch_colours, save_reconstructions
 
@@ -227,6 +228,7 @@ class SampleMonitor:
         self.metric = f"frechet_pixels_{num_eval_samples}_guidance_{guidance_scale:g}"
         self.reference: torch.Tensor | None = None
         self.samples: torch.Tensor | None = None
+        self.titles: list[str] | None = None  # names of classes
         if num_eval_samples > 1:
             processor = CenterCropProcessor(*image_shape[1:])
             rows = take_subset(splits.train, num_eval_samples)
@@ -238,6 +240,7 @@ class SampleMonitor:
         """The distance between samples and as many training images; nothing where a sample is not finite."""
         with evaluation_mode(pipeline_network(pipeline)):
             samples = self.draw(pipeline)
+        self.titles = class_titles(pipeline, range(self.num_classes))
         self.samples = samples if torch.isfinite(samples).all() else None
         if self.samples is None:
             self.accelerator.print("no picture: some samples are not finite")
@@ -283,7 +286,7 @@ class SampleMonitor:
     def picture(self, path: Path) -> None:
         """A grid of the samples that were drawn last."""
         if self.samples is not None and self.accelerator.is_main_process:
-            save_grid(path, self.samples[: self.num_images].permute(0, 2, 3, 1).numpy())
+            save_grid(path, self.samples[: self.num_images].permute(0, 2, 3, 1).numpy(), self.titles)
 
 
 @contextmanager
