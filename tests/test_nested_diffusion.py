@@ -404,6 +404,24 @@ def test_latents_are_cached_by_a_command(tmp_path, capsys, monkeypatch):
     assert load_latent_encoder("random_projection", *arguments).config.fingerprint in printed
 
 
+def test_a_damaged_latent_encoder_is_fitted_again(tmp_path, caplog):
+    """One bit of its weights would change the latents of every later run."""
+    arguments = (load_image_splits().take(40), 28, 1, [(1, 8), (2, 4)], 7, 40, tmp_path, Accelerator(cpu=True))
+    fingerprint = load_latent_encoder("random_projection", *arguments).config.fingerprint
+    for name, damage in (
+        ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+        ("model.safetensors", lambda content: content[:-100]),
+        ("config.json", lambda content: content[:-100]),
+    ):
+        path = next(tmp_path.rglob(name))
+        path.write_bytes(damage(path.read_bytes()))
+        assert load_latent_encoder("random_projection", *arguments).config.fingerprint == fingerprint
+        assert caplog.text.count("Fitting the SVD again: 'encoder-") == 1
+        caplog.clear()
+        load_latent_encoder("random_projection", *arguments)
+        assert caplog.text == ""
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, AutoModel, PreTrainedModel, ViTConfig, ViTModel
 
 from ..decay.stock import stock_model
-from ..errors import DataError, UserError, explain_loading_errors
+from ..errors import DataError, UserError, explain_loading_errors, format_error
 from ..models.modeling_decayed_vit_mae import DecayedViTMAEModel
 from ..models.modeling_hierarchical_latents import HierarchicalLatentEncoder
 from ..provenance import model_fingerprint
@@ -29,6 +31,8 @@ from .shards import read_shards, split_batches, write_shards
 from .sources import ImageSplits, load_image_splits
 from .transforms import CenterCropProcessor
 
+
+logger = logging.getLogger(__name__)
 
 RANDOM_PROJECTION = "random_projection"  # an `encoder` that is no checkpoint
 CONDITION_STREAM = 4  # of the noise on the latents above; 0 to 3 are those of images, masks, diffusion and VAE
@@ -90,13 +94,31 @@ def load_latent_encoder(
     identity = json.dumps([model_fingerprint(model), splits.fingerprint(), svd_images])
     folder = Path(cache_dir) / f"encoder-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     with accelerator.main_process_first():
-        if not (folder / "config.json").exists():
+        fitted = load_fitted(folder)
+        if fitted is None:
             batches = image_batches(splits, image_size, num_channels, svd_images)
             hidden = not accelerator.is_main_process
             model.to(accelerator.device).fit(tqdm(batches, desc="fitting the SVD", leave=False, disable=hidden))
             save_whole(model, folder)
-    # Always from the file, so that the first run and a resumed one have the same bits.
-    return HierarchicalLatentEncoder.from_pretrained(folder).to(accelerator.device).eval()
+            # From the file, so that the first run and a resumed one have the same bits.
+            fitted = HierarchicalLatentEncoder.from_pretrained(folder)
+    return fitted.to(accelerator.device).eval()
+
+
+def load_fitted(folder: Path) -> HierarchicalLatentEncoder | None:
+    """A fitted encoder of the cache. A damaged one is removed, with one line in the log."""
+    if not (folder / "config.json").exists():
+        return None
+    try:
+        fitted = HierarchicalLatentEncoder.from_pretrained(folder)
+        if fitted.compute_fingerprint() == fitted.config.fingerprint:
+            return fitted
+        reason = "its weights do not have its fingerprint"
+    except Exception as error:  # what a damaged file raises depends on where the damage is
+        reason = format_error(error)
+    logger.warning("Fitting the SVD again: '%s' is damaged: %s", folder.name, reason)
+    shutil.rmtree(folder)
+    return None
 
 
 def load_encoder(encoder: str) -> tuple[PreTrainedModel, dict[str, Any]]:
