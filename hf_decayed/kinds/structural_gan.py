@@ -59,6 +59,8 @@ KIND = Kind(
         "linear_accuracy": "linear probe on the discriminator's features",
         "linear_accuracy_untrained": "the same of the untrained network",
         "linear_accuracy_pixels": "the same of raw pixels",
+        "svm_accuracy": "linear SVM on the discriminator's features",
+        "svm_accuracy_untrained": "the same of the untrained network",
         "kmeans_accuracy": "k-means on the discriminator's features",
         "kmeans_accuracy_untrained": "the same of the untrained network",
         "kmeans_accuracy_pixels": "the same of raw pixels",

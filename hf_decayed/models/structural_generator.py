@@ -189,17 +189,18 @@ def mean_over_processes(values: torch.Tensor) -> torch.Tensor:
     return distributed.all_reduce(values) / torch.distributed.get_world_size()
 
 
-class ConditionalBatchNorm2d(DistributedBatchNorm2d):
+class ConditionalBatchNorm2d(nn.Module):
     """Batch norm whose gain and bias are linear in the latent."""
 
     def __init__(self, channels: int, latent_dim: int):
-        super().__init__(channels)
+        super().__init__()
+        self.norm = DistributedBatchNorm2d(channels)
         self.gain = SpectralNormLinear(latent_dim, channels, bias=False)
         self.bias = SpectralNormLinear(latent_dim, channels, bias=False)
 
     def forward(self, hidden_states: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
         gain, bias = 1 + self.gain(latents), self.bias(latents)
-        return super().forward(hidden_states) * gain[:, :, None, None] + bias[:, :, None, None]
+        return self.norm(hidden_states) * gain[:, :, None, None] + bias[:, :, None, None]
 
 
 class StructuralGeneratorBlock(nn.Module):

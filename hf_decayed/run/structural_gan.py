@@ -9,7 +9,7 @@ from ..data.keyed_random import sample_seed
 from ..data.shards import encode_dataset
 from ..data.sources import ImageSplits, take_subset
 from ..evaluation import frechet_distance, linear_probe
-from ..evaluation.clustering import kmeans_metrics
+from ..evaluation.clustering import kmeans_metrics, linear_svm
 from ..evaluation.features import transformer_encoder, with_pixels
 from ..evaluation.generation import pixel_features
 from ..plots import save_grid
@@ -21,7 +21,7 @@ MAX_SIGMA, NORM_RANGE = 10.0, (0.05, 100.0)  # what smoothness and norm of healt
 
 
 class StructuralGANMonitor:
-    """kNN, linear probe and k-means of the discriminator's features, the distance of samples to real images, and samples.
+    """kNN, linear probe, SVM and k-means of the discriminator's features, and samples with their distance to real images.
 
     Features come from held-out images exactly as `hf-decayed evaluate` computes them. Without labels, samples alone are
     evaluated.
@@ -95,6 +95,7 @@ def feature_metrics(bank: dict, queries: dict, name: str) -> dict[str, float]:
     return {
         "knn_accuracy": nearest_neighbours(bank, queries, name),
         "linear_accuracy": linear_probe(*splits, protocol="ridge"),
+        "svm_accuracy": linear_svm(*splits),
         **kmeans_metrics(queries[name], queries["labels"]),
     }
 

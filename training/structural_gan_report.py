@@ -1,0 +1,125 @@
+"""Compares objectives of `training/structural_gan.py` on the bundled images: features and samples, over seeds.
+
+    python training/structural_gan_report.py
+    python training/structural_gan_report.py --data coloured --seeds 0 --only hinge
+    python training/structural_gan_report.py --report
+
+Runs the full objective, its moments alone, and hinge loss with the same smoothness penalty, each with the same networks, data
+and steps. The same command continues where it was stopped. The results of every run go to
+`model_cards/results/structural_gan`; `--report` prints the tables of what is there, as docs/structural_gan.md has them.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from hf_decayed.command_line import OneLineParser
+
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "model_cards" / "results" / "structural_gan"
+DATA = {
+    "grey": ["--num_channels", "1"],
+    "coloured": ["--dataset_name", "bundled:coloured", "--num_channels", "3"],
+}
+OBJECTIVES = {
+    "full": [],
+    "moments": ["--cluster_weight", "0"],
+    "hinge": ["--objective", "hinge"],
+}
+FLAGS = ["--recipe", "tiny", "--image_size", "16", "--max_train_steps", "500", "--eval_every", "250"]
+FLAGS += ["--cpu_threads", "1", "--log_every", "25"]
+ROWS = {
+    "pixels": "raw pixels",
+    "untrained": "untrained discriminator",
+    "hinge": "hinge loss and smoothness",
+    "moments": "moments and smoothness",
+    "full": "full objective",
+}
+COLUMNS = {
+    "knn_accuracy": "kNN",
+    "kmeans_accuracy": "k-means",
+    "kmeans_nmi": "NMI",
+    "kmeans_purity": "purity",
+    "linear_accuracy": "linear probe",
+    "svm_accuracy": "linear SVM",
+}
+
+
+def parse_arguments(arguments=None) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="structural_gan_report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", choices=list(DATA), nargs="+", default=list(DATA))
+    parser.add_argument("--only", choices=list(OBJECTIVES), nargs="+", default=list(OBJECTIVES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/structural_gan_report"))
+    parser.add_argument("--report", action="store_true", help="print the tables; train nothing")
+    return parser.parse_args(arguments)
+
+
+def train(data: str, objective: str, seed: int, output_dir: Path) -> None:
+    """One run, unless its results are there; keeps results and samples."""
+    name = f"{data}-{objective}-seed{seed}"
+    if (RESULTS / f"{name}.json").exists():
+        return
+    folder = output_dir / name
+    print(name, flush=True)
+    flags = [*FLAGS, *DATA[data], *OBJECTIVES[objective], "--seed", str(seed), "--output_dir", str(folder)]
+    script = str(ROOT / "training" / "structural_gan.py")
+    subprocess.run([sys.executable, script, *flags, "--resume_from_checkpoint", "latest"], check=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / "samples.png", RESULTS / f"{name}.png")
+    shutil.copyfile(folder / "results.json", RESULTS / f"{name}.json")
+
+
+def read_results(data: str) -> dict[str, list[dict]]:
+    """Results of the finished runs by objective."""
+    return {
+        objective: [json.loads(file.read_text()) for file in sorted(RESULTS.glob(f"{data}-{objective}-seed*.json"))]
+        for objective in OBJECTIVES
+    }
+
+
+def table(data: str) -> str:
+    """A table in Markdown: means over seeds, and standard deviations where there are several."""
+    results = read_results(data)
+    # An untrained discriminator has the full objective's embedding, so those of the same seeds; pixels have no seed.
+    runs = {**results, "untrained": results["full"], "pixels": results["full"][:1]}
+    distance = next(name for name in results["full"][0] if name.startswith("frechet_pixels"))
+    titles = ["", "seeds", *COLUMNS.values(), "distance of samples"]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for row, title in ROWS.items():
+        suffix = f"_{row}" if row in ("pixels", "untrained") else ""
+        if not runs[row]:
+            continue
+        cells = [title, str(len(runs[row])) if row != "pixels" else ""]
+        cells += [percent([100 * run[f"{name}{suffix}"] for run in runs[row]]) for name in COLUMNS]
+        cells.append(percent([run[distance] for run in runs[row]]) if not suffix else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def percent(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{spread}"
+
+
+def main(arguments=None) -> None:
+    options = parse_arguments(arguments)
+    if not options.report:
+        for seed in options.seeds:  # the outer loop: an unfinished comparison has every run once
+            for data in options.data:
+                for objective in options.only:
+                    train(data, objective, seed, options.output_dir)
+    for data in options.data:
+        if read_results(data)["full"]:
+            print(f"{data}\n\n{table(data)}\n")
+
+
+if __name__ == "__main__":
+    main()
