@@ -145,6 +145,7 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
                 "data set, 50 images of 49 patches, 128 dimensions",
             ],
         ),
+        ("structural_gan", ["--batch_size", 32], ["tiny: step of discriminator and generator, batch 32"]),
         (
             "relighting",
             ["--batch_size", 1, "--sides", 96],
