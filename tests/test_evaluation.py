@@ -32,7 +32,7 @@ from hf_decayed.evaluation import (
     skip_ablation,
 )
 from hf_decayed.evaluation.generation import inception_score, sample_scores
-from hf_decayed.evaluation.knn import top_of_row
+from hf_decayed.evaluation.knn import find_neighbours, find_neighbours_twice, top_of_row
 
 
 def knn_by_hand(train, train_labels, test, test_labels, k, temperature):
@@ -64,6 +64,25 @@ def test_knn(k, temperature):
         assert knn_accuracy(*tensors, k=k, temperature=temperature) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset,searched_again", [(0.0, 0), (30.0, 100)], ids=["apart", "alike"])
+def test_first_pass_in_low_precision_finds_the_same_neighbours(dtype, offset, searched_again):
+    """Also where all features are alike to that precision, which is then not used."""
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = (offset + torch.randn(number, 8, generator=generator) for number in (3000, 100))
+    with mock.patch("hf_decayed.evaluation.knn.BANK_BLOCK", 700):
+        expected = find_neighbours(bank, queries, 5, 64)
+        with mock.patch("hf_decayed.evaluation.knn.find_neighbours", wraps=find_neighbours) as search:
+            best, neighbours = find_neighbours_twice(bank, queries, 5, 64, dtype)
+    torch.testing.assert_close(best, expected[0], rtol=0, atol=1e-6)
+    assert torch.equal(neighbours.sort().values, expected[1].sort().values)
+    again = len(search.call_args_list[1].args[1]) if search.call_count == 2 else 0
+    assert again == 100 if searched_again else again < 20
+    labels = torch.arange(3000) % 7, torch.arange(100) % 7
+    with_first_pass, plain = (knn_accuracy(bank, labels[0], queries, labels[1], first_pass=t) for t in (dtype, None))
+    assert with_first_pass == plain
+
+
 @pytest.mark.parametrize("shape,k", [((7, 5000), 20), ((3, 4097), 5), ((4, 100), 20)])
 def test_the_top_of_long_rows(shape, k):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -93,6 +112,7 @@ def test_knn_majority_is_scikit_learns():
         ({"k": 11}, r"`k` must lie in \[1, 10\].*got 11"),
         ({"k": 0}, "got 0"),
         ({"temperature": 0.0}, "`temperature` must be positive"),
+        ({"first_pass": torch.int8}, "`first_pass` must be None, torch.bfloat16 or torch.float16, got torch.int8"),
         ({"test_features": torch.full((5, 4), torch.nan)}, "test: 5 features hold NaN"),
         ({"train_labels": torch.arange(9)}, r"train: 10 features need as many labels, got shape \(9,\)"),
         (

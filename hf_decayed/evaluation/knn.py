@@ -17,6 +17,7 @@ def knn_accuracy(
     temperature: float | None = 0.07,
     num_classes: int | None = None,
     chunk_size: int = 512,
+    first_pass: torch.dtype | None = None,
 ) -> float:
     """Fraction of test features whose `k` nearest training features vote for their label.
 
@@ -29,33 +30,87 @@ def knn_accuracy(
             a tie goes to the smaller class.
         num_classes (`int`, *optional*): Labels must be smaller; by default the largest label + 1.
         chunk_size (`int`, defaults to 512): Queries at a time: the matrix of all similarities is never in memory.
+        first_pass (`torch.dtype`, *optional*):
+            `torch.bfloat16` looks for candidates in that precision, and compares them in float32. The neighbours are the
+            same: a query whose candidates could lack one is searched in float32. It is for hardware with fast products in
+            that precision, such as GPUs; elsewhere it is slower.
     """
     num_classes = check_splits(train_features, train_labels, test_features, test_labels, num_classes)
     if not 1 <= k <= len(train_features):
         raise ValueError(f"`k` must lie in [1, {len(train_features)}], the number of training features, got {k}.")
     if temperature is not None and not temperature > 0:
         raise ValueError(f"`temperature` must be positive or None, got {temperature}.")
+    if first_pass not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"`first_pass` must be None, torch.bfloat16 or torch.float16, got {first_pass}.")
 
-    # The bank block by block, with a running top k for every query: neither a normalised copy of the bank nor the matrix of
-    # all similarities is in memory.
-    best = torch.full((len(test_features), k), -torch.inf, device=test_features.device)
-    neighbour_labels = torch.zeros(len(test_features), k, dtype=torch.long, device=test_features.device)
-    for bank, bank_labels in zip(train_features.split(BANK_BLOCK), train_labels.split(BANK_BLOCK)):
-        bank = F.normalize(bank.float(), dim=1).to(best.device)
-        bank_labels = bank_labels.long().to(best.device)
-        for start in range(0, len(test_features), chunk_size):
-            chunk = slice(start, start + chunk_size)
-            similarities = test_features[chunk].float() @ bank.T  # unnormalised queries have the same order
-            similarities, neighbours = top_of_row(similarities, min(k, len(bank)))
-            similarities = torch.cat([best[chunk], similarities], dim=1)
-            labels = torch.cat([neighbour_labels[chunk], bank_labels[neighbours]], dim=1)
-            best[chunk], order = similarities.topk(k, dim=1)
-            neighbour_labels[chunk] = labels.gather(1, order)
-    best /= torch.linalg.vector_norm(test_features.float(), dim=1, keepdim=True).clamp(min=1e-12).to(best.device)
+    if first_pass is None:
+        best, neighbours = find_neighbours(train_features, test_features, k, chunk_size)
+    else:
+        best, neighbours = find_neighbours_twice(train_features, test_features, k, chunk_size, first_pass)
+    neighbour_labels = train_labels.long().to(best.device)[neighbours]
     # Relative to the nearest neighbour: the votes are the same, and nothing overflows.
     weights = torch.ones_like(best) if temperature is None else ((best - best[:, :1]) / temperature).exp()
     votes = torch.zeros(len(best), num_classes, device=best.device).scatter_add_(1, neighbour_labels, weights)
     return (votes.argmax(dim=1) == test_labels.to(best.device)).double().mean().item()
+
+
+def find_neighbours(
+    bank: torch.Tensor, queries: torch.Tensor, k: int, chunk_size: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine similarities of the `k` nearest rows of a bank to every query, largest first, and the numbers of the rows.
+
+    The bank is read block by block, with a running top k for every query: neither a normalised copy of the bank nor the
+    matrix of all similarities is in memory. `dtype` is that of the products.
+    """
+    best = torch.full((len(queries), k), -torch.inf, device=queries.device)
+    neighbours = torch.zeros(len(queries), k, dtype=torch.long, device=queries.device)
+    for first_row, block in zip(range(0, len(bank), BANK_BLOCK), bank.split(BANK_BLOCK)):
+        block = F.normalize(block.float(), dim=1).to(best.device, dtype)
+        for start in range(0, len(queries), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            similarities = queries[chunk].to(dtype) @ block.T  # unnormalised queries have the same order
+            similarities, rows = top_of_row(similarities, min(k, len(block)))
+            similarities = torch.cat([best[chunk], similarities.float()], dim=1)
+            rows = torch.cat([neighbours[chunk], first_row + rows], dim=1)
+            best[chunk], order = similarities.topk(k, dim=1)
+            neighbours[chunk] = rows.gather(1, order)
+    best /= torch.linalg.vector_norm(queries.float(), dim=1, keepdim=True).clamp(min=1e-12)
+    return best, neighbours
+
+
+def find_neighbours_twice(
+    bank: torch.Tensor, queries: torch.Tensor, k: int, chunk_size: int, dtype: torch.dtype, candidates: int = 4
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`find_neighbours`] with `candidates * k` candidates from products in `dtype`, compared in float32.
+
+    A row that is no candidate is at most as similar, in `dtype`, as the last candidate, and its true similarity is larger by
+    the rounding error at most. Queries with a k-th neighbour below that bound are searched again, in float32.
+    """
+    queries = F.normalize(queries.float(), dim=1)
+    number = min(candidates * k, len(bank))
+    rough, rows = find_neighbours(bank, queries, number, chunk_size, dtype)
+    best, neighbours = torch.empty_like(rough[:, :k]), torch.empty_like(rows[:, :k])
+    for start in range(0, len(queries), chunk_size):
+        chunk = slice(start, start + chunk_size)
+        selected = F.normalize(bank[rows[chunk].to(bank.device)].float(), dim=2).to(queries.device)
+        best[chunk], order = (selected @ queries[chunk].unsqueeze(2)).squeeze(2).topk(k, dim=1)
+        neighbours[chunk] = rows[chunk].gather(1, order)
+    if number == len(bank):
+        return best, neighbours
+    # The error of a product of unit vectors is at most the sum of their own rounding errors, and that of its result, eps / 2.
+    bank_error = max(
+        rounding_errors(F.normalize(block.float(), dim=1), dtype).max() for block in bank.split(BANK_BLOCK)
+    )
+    error = rounding_errors(queries, dtype) + bank_error.to(queries.device) + torch.finfo(dtype).eps
+    unproved = (best[:, -1] < rough[:, -1] + error).nonzero().squeeze(1)
+    if len(unproved):
+        best[unproved], neighbours[unproved] = find_neighbours(bank, queries[unproved], k, chunk_size)
+    return best, neighbours
+
+
+def rounding_errors(features: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Norm, for every row, of what is lost in `dtype`."""
+    return torch.linalg.vector_norm(features - features.to(dtype).float(), dim=1)
 
 
 @torch.no_grad()
