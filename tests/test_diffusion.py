@@ -1,5 +1,6 @@
 """U-ViT and SiT with decayed shortcuts, their pipelines and SiT's sampler: formulas by hand, and cases with known answers."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -26,8 +27,15 @@ from diffusers import (
     ModelMixin,
 )
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.hooks import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers.hooks import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
 from loopback_hub import serve
+from peft import LoraConfig
 from PIL import Image
 from torch.nn import functional as F
 
@@ -524,6 +532,28 @@ def test_callbacks_and_initial_noise():
     assert steps == [0, 1, 2, 3] and len(images) == 2
 
 
+@pytest.mark.parametrize("kind", ["noise", "flow"])
+def test_callbacks_find_the_state_of_the_call_and_change_guidance(kind):
+    pipeline = known_pipeline(
+        kind, DPMSolverMultistepScheduler() if kind == "noise" else FlowMatchEulerDiscreteScheduler()
+    )
+    network = pipeline.unet if kind == "noise" else pipeline.transformer
+    rows = []
+    network.register_forward_pre_hook(lambda _, arguments: rows.append(len(arguments[0])))
+
+    def stop_guidance(pipeline, step, timestep, tensors):
+        assert pipeline.num_timesteps == 6 and pipeline.guidance_scale == (2.0 if step < 3 else 1.0)
+        pipeline._guidance_scale = 2.0 if step < 2 else 1.0
+        pipeline._interrupt = step == 4
+        return tensors
+
+    pipeline([0], guidance_scale=2.0, num_inference_steps=6, callback_on_step_end=stop_guidance)
+    assert rows == [2, 2, 2, 1, 1]  # guided, not guided, and the last step left out
+    rows.clear()
+    pipeline([0], num_inference_steps=2)
+    assert rows == [1, 1] and pipeline.guidance_scale == 1.0 and not pipeline.interrupt
+
+
 def test_wrong_arguments_of_a_pipeline_are_refused():
     pipeline = known_pipeline("noise", DPMSolverMultistepScheduler())
     for arguments, message in (
@@ -575,6 +605,8 @@ def test_labels_of_any_kind():
     pipeline = known_pipeline("noise", DPMSolverMultistepScheduler())
     for labels in (1, "one", np.int64(1), torch.tensor(1), [1], torch.tensor([1]), np.array([1]), (np.int64(1),)):
         assert pipeline.labels_of(labels, 2) == [1, 1]
+    for labels in ([[1], [0]], torch.tensor([[1], [0]]), [torch.tensor([1]), 0], (("one",), ["naught"])):
+        assert pipeline.labels_of(labels, 1) == [1, 0]
 
 
 def small_vae(latent_channels, **arguments):
@@ -680,12 +712,32 @@ def test_a_saved_pipeline_loads_where_the_package_is_not(kind, component, tmp_pa
     assert in_clean_process(tmp_path / "again")[1] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["uvit", "sit"])
+def test_the_package_loads_its_own_pipelines_without_trust(kind, tmp_path):
+    expected = saved_pipeline(kind, tmp_path)
+    pipeline_class = {"uvit": DecayedUViTPipeline, "sit": DecayedSiTPipeline}[kind]
+    pipeline = pipeline_class.from_pretrained(tmp_path)
+    assert type(pipeline) is pipeline_class
+    assert type(pipeline.unet if kind == "uvit" else pipeline.transformer) in MODELS
+    assert kind == "uvit" or type(pipeline.scheduler) is SiTSDEScheduler
+    generator = torch.Generator().manual_seed(0)
+    settings = {"guidance_scale": 1.4, "num_inference_steps": 3, "output_type": "pt", "generator": generator}
+    assert pipeline(["one", 0], **settings).images.double().sum().item() == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["uvit", "sit"])
 def test_a_saved_pipeline_loads_over_http(kind, tmp_path):
     expected = saved_pipeline(kind, tmp_path / "hub" / "user" / "name")
+    name = {"uvit": "DecayedUViTPipeline", "sit": "DecayedSiTPipeline"}[kind]
+    code = f"from hf_decayed import {name}; print(type({name}.from_pretrained('user/name')).__module__)"
     with serve(tmp_path / "hub") as server:
+        hub = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "installed")}
+        result = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **hub}, capture_output=True, text=True
+        )
+        assert "hf_decayed.pipelines" in result.stdout, result.stderr[-2000:]
         _, pixel_sum = in_clean_process(
             "user/name", HF_ENDPOINT=server.url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "cache")
         )
@@ -768,7 +820,7 @@ def test_many_samples_by_two_processes(tmp_path):
 
 @pytest.mark.parametrize("kind", ["uvit", "sit", pytest.param("sit with skips", marks=pytest.mark.slow)])
 def test_caches_of_diffusers(kind):
-    """Attention caches fit every network, block caches only one without skips; others are refused."""
+    """Caches of attention call every block, those of blocks fewer; none of them survives a call."""
     sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "num_classes": 3}
     sizes |= {"patch_size": 2, "in_channels": 3, "shortcut_decay": 0.6}
     if kind == "uvit":
@@ -778,36 +830,60 @@ def test_caches_of_diffusers(kind):
         network = random_weights(DecayedSiTTransformer2DModel(**sizes, encoder_decoder_skips="skips" in kind))
         pipeline = DecayedSiTPipeline(network, FlowMatchEulerDiscreteScheduler())
     pipeline.set_progress_bar_config(disable=True)
-    blocks_called = []
+    names = list(network.state_dict())
+    called = {"attn": 0, "fc2": 0}
     last_block = (network.out_blocks if kind == "uvit" else network.transformer_blocks)[-1]
-    last_block.fc2.register_forward_hook(lambda *_: blocks_called.append(1))
+    last_block.attn.to_q.register_forward_hook(lambda *_: called.update(attn=called["attn"] + 1))
+    last_block.fc2.register_forward_hook(lambda *_: called.update(fc2=called["fc2"] + 1))
 
     def images():
-        blocks_called.clear()
+        called.update(attn=0, fc2=0)
         arguments = {"guidance_scale": 2.0, "guidance_interval": (0.3, 1.0), "num_inference_steps": 8}
         generator = torch.Generator().manual_seed(0)
         return pipeline([0, 1], generator=generator, output_type="np", **arguments).images
 
     exact = images()
-    assert len(blocks_called) == 8
+    assert called == {"attn": 8, "fc2": 8}
     attention = PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2,
         spatial_attention_timestep_skip_range=(100, 900),
         current_timestep_callback=lambda: pipeline.current_timestep,
     )
-    blocks = FirstBlockCacheConfig(threshold=0.5)
-    for config in (attention, blocks):
-        if config is blocks and kind != "sit":
-            with pytest.raises(ValueError, match="FirstBlockCacheConfig does not fit this network"):
-                network.enable_cache(config)
-            continue
+    taylor = TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, taylor_factors_dtype=torch.float32)
+    lite = dataclasses.replace(taylor, use_lite_mode=True)
+    first_block = FirstBlockCacheConfig(threshold=0.5)
+    magnitude = MagCacheConfig(mag_ratios=[1.0] * 8, num_inference_steps=8, threshold=0.5)
+    for config in (attention, taylor, lite, first_block, magnitude):
         network.enable_cache(config)
         cached = images()
         assert np.isfinite(cached).all() and not np.array_equal(cached, exact)
-        assert len(blocks_called) == 8 if config is attention else 1 < len(blocks_called) < 8
+        assert 1 < called["attn"] < 8 and (called["fc2"] == 8) == (config in (attention, taylor)), config
         assert np.array_equal(images(), cached)  # the cache does not survive a call
         network.disable_cache()
-        assert np.array_equal(images(), exact)
+        assert np.array_equal(images(), exact) and list(network.state_dict()) == names
+    with pytest.raises(ValueError, match="FasterCacheConfig does not fit this network: use one of Pyramid"):
+        network.enable_cache(FasterCacheConfig())
+
+
+@pytest.mark.parametrize("model_class", MODELS)
+def test_lora_of_diffusers(model_class, tmp_path, sample):
+    network = random_model(model_class)
+    arguments = sample, torch.full((3,), 0.5), torch.arange(3)
+    with torch.no_grad():
+        plain = network(*arguments).sample
+        network.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v", "fc1"], init_lora_weights=False))
+        adapted = network(*arguments).sample
+        assert not torch.allclose(adapted, plain)
+        network.save_lora_adapter(tmp_path)
+        network.fuse_lora()
+        torch.testing.assert_close(network(*arguments).sample, adapted, rtol=1e-3, atol=1e-4)
+        network.unfuse_lora()
+        network.unload_lora()
+        torch.testing.assert_close(network(*arguments).sample, plain, rtol=1e-3, atol=1e-4)
+        network.load_lora_adapter(tmp_path, prefix=None, weight_name="pytorch_lora_weights.safetensors")
+        torch.testing.assert_close(network(*arguments).sample, adapted, rtol=1e-3, atol=1e-4)
+        network.disable_lora()
+        torch.testing.assert_close(network(*arguments).sample, plain, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

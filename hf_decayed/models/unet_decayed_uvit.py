@@ -8,6 +8,7 @@ no new parameters, and with `shortcut_decay=1.0` this is the official U-ViT.
 This file travels alone to the Hub, so it imports no sibling; shared code is copied under `Copied from` headers.
 """
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.attention import AttentionMixin, AttentionModuleMixin
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.cache_utils import CacheMixin
@@ -45,6 +47,14 @@ TIME_INPUTS = {
     "timestep_plus_one": lambda t: t + 1,  # official latent models: noise levels are counted from 1
     "continuous": lambda t: (t + 1) * 0.999,  # official pixel models: time in (0, 1], times 999
 }
+
+# Diffusers' caches that fit the network, by the names of their configs.
+CACHES = (
+    "PyramidAttentionBroadcastConfig",
+    "FirstBlockCacheConfig",
+    "MagCacheConfig",
+    "TaylorSeerCacheConfig",
+)
 
 
 # Copied from hf_decayed.models.shortcut_decay.SCHEDULES
@@ -382,7 +392,7 @@ def sincos_positions(grid_size: tuple[int, int], hidden_size: int) -> torch.Tens
     return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], dim=1).float().unsqueeze(0)
 
 
-class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
+class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, PeftAdapterMixin, CacheMixin):
     r"""
     U-ViT with decayed shortcuts. `forward(sample, timestep)` fits diffusers' own pipelines as their `unet`.
 
@@ -536,12 +546,25 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
                     nn.init.zeros_(module.fc2.weight)
 
     def enable_cache(self, config) -> None:
-        """Enables a cache of attention. Diffusers' other caches leave out blocks, and the skips need all blocks."""
-        if type(config).__name__ != "PyramidAttentionBroadcastConfig":
+        """Enables one of diffusers' `CACHES`. Those that leave out blocks leave out all but the first, skips included."""
+        kind = type(config).__name__
+        if kind not in CACHES:
             raise ValueError(
-                f"{type(config).__name__} does not fit this network: use PyramidAttentionBroadcastConfig."
+                f"{kind} does not fit this network: use one of {', '.join(CACHES)}. FasterCache needs batches whose second "
+                "half is conditional, and the pipeline's first half is."
             )
-        super().enable_cache(config)
+        if kind == "TaylorSeerCacheConfig" and not (config.cache_identifiers or config.use_lite_mode):
+            config = dataclasses.replace(config, cache_identifiers=[r"(in_blocks|mid_block|out_blocks)\b.*attn"])
+        if kind in ("FirstBlockCacheConfig", "MagCacheConfig"):
+            from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry  # not public
+
+            TransformerBlockRegistry.register(DecayedUViTBlock, TransformerBlockMetadata(return_hidden_states_index=0))
+        # Diffusers looks for all blocks in one list of this name; it is no part of the network.
+        self.transformer_blocks = nn.ModuleList([*self.in_blocks, self.mid_block, *self.out_blocks])
+        try:
+            super().enable_cache(config)
+        finally:
+            del self.transformer_blocks
 
     def effective_decay(self) -> float:
         """Share of the embeddings that passes the network through the shortcuts alone: the product of all alphas."""

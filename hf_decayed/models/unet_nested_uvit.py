@@ -8,6 +8,7 @@ network equals, weight for weight, when nothing is above it.
 This file travels alone to the Hub, so it imports no sibling; shared code is copied under `Copied from` headers.
 """
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -48,6 +49,14 @@ TIME_INPUTS = {
     "timestep_plus_one": lambda t: t + 1,  # official latent models: noise levels are counted from 1
     "continuous": lambda t: (t + 1) * 0.999,  # official pixel models: time in (0, 1], times 999
 }
+
+# Copied from hf_decayed.models.unet_decayed_uvit.CACHES
+CACHES = (
+    "PyramidAttentionBroadcastConfig",
+    "FirstBlockCacheConfig",
+    "MagCacheConfig",
+    "TaylorSeerCacheConfig",
+)
 
 
 # Copied from hf_decayed.models.shortcut_decay.SCHEDULES
@@ -631,14 +640,27 @@ class NestedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
                     nn.init.zeros_(module.attn.to_out[0].weight)
                     nn.init.zeros_(module.fc2.weight)
 
-    # Copied from hf_decayed.models.unet_decayed_uvit.DecayedUViT2DModel.enable_cache
+    # Copied from hf_decayed.models.unet_decayed_uvit.DecayedUViT2DModel.enable_cache with DecayedUViT->NestedUViT
     def enable_cache(self, config) -> None:
-        """Enables a cache of attention. Diffusers' other caches leave out blocks, and the skips need all blocks."""
-        if type(config).__name__ != "PyramidAttentionBroadcastConfig":
+        """Enables one of diffusers' `CACHES`. Those that leave out blocks leave out all but the first, skips included."""
+        kind = type(config).__name__
+        if kind not in CACHES:
             raise ValueError(
-                f"{type(config).__name__} does not fit this network: use PyramidAttentionBroadcastConfig."
+                f"{kind} does not fit this network: use one of {', '.join(CACHES)}. FasterCache needs batches whose second "
+                "half is conditional, and the pipeline's first half is."
             )
-        super().enable_cache(config)
+        if kind == "TaylorSeerCacheConfig" and not (config.cache_identifiers or config.use_lite_mode):
+            config = dataclasses.replace(config, cache_identifiers=[r"(in_blocks|mid_block|out_blocks)\b.*attn"])
+        if kind in ("FirstBlockCacheConfig", "MagCacheConfig"):
+            from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry  # not public
+
+            TransformerBlockRegistry.register(NestedUViTBlock, TransformerBlockMetadata(return_hidden_states_index=0))
+        # Diffusers looks for all blocks in one list of this name; it is no part of the network.
+        self.transformer_blocks = nn.ModuleList([*self.in_blocks, self.mid_block, *self.out_blocks])
+        try:
+            super().enable_cache(config)
+        finally:
+            del self.transformer_blocks
 
     # Copied from hf_decayed.models.unet_decayed_uvit.DecayedUViT2DModel.effective_decay with DecayedUViT->NestedUViT
     def effective_decay(self) -> float:

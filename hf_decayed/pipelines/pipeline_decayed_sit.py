@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,7 @@ class DecayedSiTPipeline(DiffusionPipeline):
         )
         self.image_processor = VaeImageProcessor()
         self._current_timestep = None
+        self._guidance_scale, self._num_timesteps, self._interrupt = 1.0, 0, False
 
     # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline.current_timestep
     @property
@@ -78,6 +80,24 @@ class DecayedSiTPipeline(DiffusionPipeline):
     @property
     def label2id(self) -> dict[str, int]:
         return {name: int(index) for index, name in (self.config.id2label or {}).items()}
+
+    # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline.guidance_scale
+    @property
+    def guidance_scale(self) -> float:
+        """Of the step under way; a callback that sets `_guidance_scale` changes it for the steps that follow."""
+        return self._guidance_scale
+
+    # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline.num_timesteps
+    @property
+    def num_timesteps(self) -> int:
+        """Steps of the scheduler in the call under way."""
+        return self._num_timesteps
+
+    # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline.interrupt
+    @property
+    def interrupt(self) -> bool:
+        """Whether a callback has set `_interrupt`: the steps that follow are left out."""
+        return self._interrupt
 
     @torch.no_grad()
     def __call__(
@@ -116,7 +136,8 @@ class DecayedSiTPipeline(DiffusionPipeline):
             output_type (`str`, defaults to `"pil"`): `pil`, `np`, `pt`, or `latent` for the network's own sample.
             callback_on_step_end (`Callable`, *optional*):
                 Called as `callback(pipeline, step, timestep, tensors)` after every step; the tensors that it returns
-                replace the pipeline's.
+                replace the pipeline's. It finds `num_timesteps` and `guidance_scale` at the pipeline, and may set
+                `_guidance_scale` or `_interrupt`.
         """
         self.check_scheduler()
         self.check_output(output_type, num_inference_steps)
@@ -134,10 +155,17 @@ class DecayedSiTPipeline(DiffusionPipeline):
         num_train_timesteps = self.scheduler.config.num_train_timesteps
         low, high = (level * num_train_timesteps for level in guidance_interval)
 
+        self._guidance_scale, self._num_timesteps, self._interrupt = (
+            guidance_scale,
+            len(self.scheduler.timesteps),
+            False,
+        )
         for step, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
+            if self.interrupt:
+                break
             self._current_timestep = timestep
             time = 1 - timestep / num_train_timesteps  # SiT's time runs from noise at 0 to data at 1
-            if guidance_scale != 1.0 and low <= float(timestep) <= high:
+            if labels is not None and self.guidance_scale != 1.0 and low <= float(timestep) <= high:
                 both_labels = torch.cat([conditions["class_labels"], null_labels])
                 with cache_context(
                     self.transformer, "guided"
@@ -146,7 +174,7 @@ class DecayedSiTPipeline(DiffusionPipeline):
                         torch.cat([latents, latents]).to(dtype), time, class_labels=both_labels
                     ).sample
                 conditional, unconditional = prediction.float().chunk(2)
-                prediction = torch.lerp(unconditional, conditional, guidance_scale)
+                prediction = torch.lerp(unconditional, conditional, self.guidance_scale)
             else:
                 with cache_context(self.transformer, "unguided"):
                     prediction = self.transformer(latents.to(dtype), time, **conditions).sample
@@ -223,9 +251,7 @@ class DecayedSiTPipeline(DiffusionPipeline):
         num_classes = self.transformer.config.num_classes
         if num_classes == 0:
             raise ValueError("`class_labels` were passed to a network without classes.")
-        if hasattr(class_labels, "tolist"):  # tensors, arrays, and their scalars
-            class_labels = class_labels.tolist()
-        labels = [class_labels] if isinstance(class_labels, (int, float, str)) else list(class_labels)
+        labels = flatten_labels(class_labels)
         if not labels:
             raise ValueError("`class_labels` is empty.")
         indices = [self.label2id.get(label, label) if isinstance(label, str) else label for label in labels]
@@ -306,6 +332,23 @@ class DecayedSiTPipeline(DiffusionPipeline):
             check_finite(latents, "decoded images", "a VAE in float32")
         return self.image_processor.postprocess(latents.float(), output_type=output_type)
 
+    # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline._dict_from_json_file
+    @classmethod
+    def _dict_from_json_file(cls, json_file):
+        """The index of a folder. The package's class needs no `trust_remote_code`: it loads components by the package."""
+        index = super()._dict_from_json_file(json_file)
+        package, is_installed, _ = cls.__module__.rpartition(".pipelines.")
+        if not is_installed:  # downloaded with the weights
+            return index
+        for name, value in index.items():
+            module, class_name = value if isinstance(value, list) and len(value) == 2 else (None, None)
+            if name == "_class_name" and class_name == cls.__name__:
+                index[name] = class_name
+            elif isinstance(module, str) and module.isidentifier():
+                paths = (f"{package}.{room}.{module}" for room in ("models", "pipelines"))
+                index[name] = [next(filter(find_spec, paths), module), class_name]
+        return index
+
     # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline.extract_init_dict
     @classmethod
     def extract_init_dict(cls, config_dict, **kwargs):
@@ -360,6 +403,16 @@ def set_timesteps(scheduler, num_inference_steps: int, device) -> None:
 def check_finite(tensor: torch.Tensor, name: str, advice: str) -> None:
     if not torch.isfinite(tensor).all():
         raise ValueError(f"The {name} hold NaN or infinity, so there are no images: try {advice}.")
+
+
+# Copied from hf_decayed.pipelines.pipeline_decayed_uvit.flatten_labels
+def flatten_labels(class_labels) -> list:
+    """Names and numbers of a label, of lists and tensors of any shape, in order."""
+    if hasattr(class_labels, "tolist"):  # tensors, arrays, and their scalars
+        class_labels = class_labels.tolist()
+    if isinstance(class_labels, (int, float, str)):
+        return [class_labels]
+    return [label for part in class_labels for label in flatten_labels(part)]
 
 
 # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.cache_context

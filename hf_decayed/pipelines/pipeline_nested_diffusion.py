@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -520,9 +521,7 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         num_classes = self.unet.config.num_classes
         if num_classes == 0:
             raise ValueError("`class_labels` were passed to a network without classes.")
-        if hasattr(class_labels, "tolist"):  # tensors, arrays, and their scalars
-            class_labels = class_labels.tolist()
-        labels = [class_labels] if isinstance(class_labels, (int, float, str)) else list(class_labels)
+        labels = flatten_labels(class_labels)
         if not labels:
             raise ValueError("`class_labels` is empty.")
         indices = [self.label2id.get(label, label) if isinstance(label, str) else label for label in labels]
@@ -547,6 +546,23 @@ class NestedDiffusionPipeline(DiffusionPipeline):
             latents = self.vae.decode((latents / scale + shift).to(self.vae.dtype)).sample
             check_finite(latents, "decoded images", "a VAE in float32")
         return self.image_processor.postprocess(latents.float(), output_type=output_type)
+
+    # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline._dict_from_json_file
+    @classmethod
+    def _dict_from_json_file(cls, json_file):
+        """The index of a folder. The package's class needs no `trust_remote_code`: it loads components by the package."""
+        index = super()._dict_from_json_file(json_file)
+        package, is_installed, _ = cls.__module__.rpartition(".pipelines.")
+        if not is_installed:  # downloaded with the weights
+            return index
+        for name, value in index.items():
+            module, class_name = value if isinstance(value, list) and len(value) == 2 else (None, None)
+            if name == "_class_name" and class_name == cls.__name__:
+                index[name] = class_name
+            elif isinstance(module, str) and module.isidentifier():
+                paths = (f"{package}.{room}.{module}" for room in ("models", "pipelines"))
+                index[name] = [next(filter(find_spec, paths), module), class_name]
+        return index
 
     # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline.extract_init_dict
     @classmethod
@@ -601,6 +617,16 @@ def spherical_interpolation(start: torch.Tensor, end: torch.Tensor, steps: int) 
 def check_finite(tensor: torch.Tensor, name: str, advice: str) -> None:
     if not torch.isfinite(tensor).all():
         raise ValueError(f"The {name} hold NaN or infinity, so there are no images: try {advice}.")
+
+
+# Copied from hf_decayed.pipelines.pipeline_decayed_uvit.flatten_labels
+def flatten_labels(class_labels) -> list:
+    """Names and numbers of a label, of lists and tensors of any shape, in order."""
+    if hasattr(class_labels, "tolist"):  # tensors, arrays, and their scalars
+        class_labels = class_labels.tolist()
+    if isinstance(class_labels, (int, float, str)):
+        return [class_labels]
+    return [label for part in class_labels for label in flatten_labels(part)]
 
 
 # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.cache_context

@@ -18,6 +18,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,23 @@ class RelightingPipeline(DiffusionPipeline):
         images = self.image_processor.postprocess(images, output_type=output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline._dict_from_json_file
+    @classmethod
+    def _dict_from_json_file(cls, json_file):
+        """The index of a folder. The package's class needs no `trust_remote_code`: it loads components by the package."""
+        index = super()._dict_from_json_file(json_file)
+        package, is_installed, _ = cls.__module__.rpartition(".pipelines.")
+        if not is_installed:  # downloaded with the weights
+            return index
+        for name, value in index.items():
+            module, class_name = value if isinstance(value, list) and len(value) == 2 else (None, None)
+            if name == "_class_name" and class_name == cls.__name__:
+                index[name] = class_name
+            elif isinstance(module, str) and module.isidentifier():
+                paths = (f"{package}.{room}.{module}" for room in ("models", "pipelines"))
+                index[name] = [next(filter(find_spec, paths), module), class_name]
+        return index
 
     # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline.extract_init_dict
     @classmethod

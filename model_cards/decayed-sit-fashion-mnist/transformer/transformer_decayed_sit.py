@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.attention import AttentionMixin, AttentionModuleMixin
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.cache_utils import CacheMixin
@@ -37,6 +38,14 @@ SIZES = {
     "L": {"hidden_size": 1024, "num_layers": 24, "num_attention_heads": 16},
     "XL": {"hidden_size": 1152, "num_layers": 28, "num_attention_heads": 16},
 }
+
+# Copied from hf_decayed.models.unet_decayed_uvit.CACHES
+CACHES = (
+    "PyramidAttentionBroadcastConfig",
+    "FirstBlockCacheConfig",
+    "MagCacheConfig",
+    "TaylorSeerCacheConfig",
+)
 
 TIME_FREQUENCIES = 256  # width of the sine-cosine embedding of the time
 
@@ -399,7 +408,7 @@ class DecayedSiTBlock(nn.Module):
         return add_learned_shortcut(mlp_gate * mlp_output, hidden_states, self.mlp_alpha)
 
 
-class DecayedSiTTransformer2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
+class DecayedSiTTransformer2DModel(ModelMixin, AttentionMixin, ConfigMixin, PeftAdapterMixin, CacheMixin):
     r"""
     SiT with decayed shortcuts.
 
@@ -541,17 +550,17 @@ class DecayedSiTTransformer2DModel(ModelMixin, AttentionMixin, ConfigMixin, Cach
             nn.init.zeros_(linear.weight)
 
     def enable_cache(self, config) -> None:
-        """Enables a cache of attention, or, in a network without skips, one that leaves out blocks."""
+        """Enables one of diffusers' `CACHES`. Those that leave out blocks leave out all but the first, skips included."""
         kind = type(config).__name__
-        if kind == "FirstBlockCacheConfig" and not self.config.encoder_decoder_skips:
+        if kind not in CACHES:
+            raise ValueError(
+                f"{kind} does not fit this network: use one of {', '.join(CACHES)}. FasterCache needs batches whose second "
+                "half is conditional, and the pipeline's first half is."
+            )
+        if kind in ("FirstBlockCacheConfig", "MagCacheConfig"):
             from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry  # not public
 
             TransformerBlockRegistry.register(DecayedSiTBlock, TransformerBlockMetadata(return_hidden_states_index=0))
-        elif kind != "PyramidAttentionBroadcastConfig":
-            raise ValueError(
-                f"{kind} does not fit this network: use PyramidAttentionBroadcastConfig or, where "
-                "`encoder_decoder_skips=False`, FirstBlockCacheConfig."
-            )
         super().enable_cache(config)
 
     # Copied from hf_decayed.models.unet_decayed_uvit.DecayedUViT2DModel.effective_decay with UViT->SiT
