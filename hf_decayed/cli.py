@@ -86,14 +86,18 @@ def add_convert(commands):
         help="turn the checkpoint of another code base into ours, exactly",
         description="Turns a checkpoint into a folder that AutoModel or DiffusionPipeline loads. Kinds:\n"
         + "\n".join(f"  {name:{max(map(len, formats))}} {text}" for name, text in formats.items()),
-        epilog="example:\n  hf-decayed convert --from released-mae --checkpoint checkpoint-799.pth --output decayed-mae-base "
+        epilog="examples:\n  hf-decayed convert --from vit-mae --checkpoint facebook/vit-mae-base --output decayed-vit-mae-base\n  "
+        "hf-decayed convert --from released-mae --checkpoint checkpoint-799.pth --output decayed-mae-base "
         "--set shortcut_decay=0.6 --set norm_pix_loss=true",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--from", dest="kind", required=True, choices=formats, help="kind of checkpoint", metavar="KIND"
     )
-    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="file or folder to read")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="PATH", help="file or folder to read, or a repository, or a file in one"
+    )
+    parser.add_argument("--revision", help="revision of the repository")
     parser.add_argument("--output", required=True, metavar="DIR", help="new folder to write")
     parser.add_argument(
         "--set",
@@ -110,7 +114,7 @@ def add_convert(commands):
 def run_convert(options) -> str:
     from .hub.conversion import convert
 
-    return convert(options.kind, options.checkpoint, options.output, dict(options.fields))
+    return convert(options.kind, options.checkpoint, options.output, dict(options.fields), options.revision)
 
 
 def add_evaluate(commands):

@@ -2,13 +2,17 @@
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import TINY_SIZES, random_weights
 from diffusers import DiffusionPipeline
 from huggingface_hub import ModelCard
+from loopback_hub import serve
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, ViTImageProcessorPil, ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
@@ -330,6 +334,44 @@ def test_back_to_vit_mae(classes, tmp_path, pixel_values, noise):
 def test_back_to_vit_mae_is_refused_for_another_network(fields, reason):
     with pytest.raises(ConversionError, match=f"Only the plain preset .* this model has {reason}"):
         to_vit_mae(DecayedViTMAEForPreTraining(DecayedViTMAEConfig.plain(**{**TINY_SIZES, **fields})))
+
+
+@pytest.mark.slow
+def test_repositories_of_the_hub(tmp_path):
+    """In another process, because the address of the Hub is read when its library is imported."""
+    theirs = ViTMAEModel(ViTMAEConfig(**TINY_SIZES))
+    for name in ("tiny", "pickled"):
+        theirs.save_pretrained(tmp_path / "hub" / "facebook" / name)
+    (tmp_path / "hub/facebook/pickled/model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "hub/facebook/pickled/pytorch_model.bin")
+    torch.save({"model": timm_weights(4, released=True)}, tmp_path / "hub/facebook/tiny/checkpoint.pth")
+    heads = [f"--set={name}={value}" for name, value in {**HEAD_FIELDS, "shortcut_decay": 0.6}.items()]
+    checkpoints = [
+        ["vit-mae", "facebook/tiny"],
+        ["vit-mae", "facebook/pickled"],
+        ["released-mae", "facebook/tiny/checkpoint.pth", *heads],
+        ["released-mae", "facebook/tiny"],
+        ["vit-mae", "facebook/tiny/model.safetensors"],
+        ["vit-mae", "facebook/absent"],
+    ]
+    words = [
+        ["convert", "--from", kind, "--checkpoint", name, "--output", str(tmp_path / str(number)), *options]
+        for number, (kind, name, *options) in enumerate(checkpoints)
+    ]
+    code = "import json, sys; from hf_decayed.cli import main; [main(words) for words in json.loads(sys.argv[1])]"
+    with serve(tmp_path / "hub") as server:
+        hub = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
+        result = subprocess.run(
+            [sys.executable, "-c", code, json.dumps(words)], env={**os.environ, **hub}, capture_output=True, text=True
+        )
+    assert result.stdout.count("Downloaded from https://huggingface.co/facebook/") == 3, result.stderr[-2000:]
+    errors = [line for line in result.stderr.splitlines() if line.startswith("hf-decayed convert: ")]
+    assert len(errors) == 3 and "name it, as in facebook/tiny/checkpoint.pth" in errors[0]
+    assert "name facebook/tiny alone" in errors[1] and "'facebook/absent' is neither a local folder" in errors[2]
+    for number in range(2):
+        ours = DecayedViTMAEModel.from_pretrained(tmp_path / str(number))
+        assert torch.equal(ours.layers[0].mlp.fc1.weight, theirs.layers[0].mlp.fc1.weight)
+    assert "`checkpoint.pth`, SHA-256" in (tmp_path / "2" / "README.md").read_text()
 
 
 # Bad input: one line, exit code 2, nothing written.

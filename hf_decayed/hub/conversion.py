@@ -2,15 +2,16 @@
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 
 from ..command_line import check_fields
-from ..errors import format_error
+from ..errors import explain_loading_errors, format_error
 from .cards import read_licence
 from .formats import ConversionError, Format, format_fields, list_formats
 from .formats.vit_mae import to_vit_mae, weight_files
@@ -24,24 +25,34 @@ FAMILIES = {
 }
 
 
-def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict | None = None) -> str:
+def convert(
+    kind: str, checkpoint: str | Path, output: str | Path, fields: dict | None = None, revision: str | None = None
+) -> str:
     """Converts `checkpoint` into the new folder `output` and returns a summary.
 
     Args:
         kind (`str`): Name of a format, one of `hf_decayed.hub.formats.list_formats()`.
-        checkpoint (`str` or `Path`): A file (`.pth`, `.safetensors`) or a folder, as the format has it.
+        checkpoint (`str` or `Path`):
+            A file (`.pth`, `.safetensors`) or a folder, as the format has it. If there is none of this name: a repository on
+            the Hub, such as `facebook/vit-mae-base`, or a file in one, `user/name/checkpoint.pth`.
         output (`str` or `Path`): Folder to create. It must not exist yet, or be empty.
         fields (`dict`, *optional*): Config fields that shapes cannot tell, such as `shortcut_decay`.
+        revision (`str`, *optional*): Of the repository.
     """
-    checkpoint, output, fields = Path(checkpoint), Path(output), dict(fields or {})
+    name, output, fields = str(checkpoint), Path(output), dict(fields or {})
     formats = list_formats()
     if kind not in formats:
         raise ConversionError(f"`kind` must be one of {sorted(formats)}, got {kind!r}.")
-    if not checkpoint.exists():
-        raise ConversionError(f"No checkpoint at '{checkpoint}'.")
     if output.exists() and (output.is_file() or any(output.iterdir())):
         raise ConversionError(f"The output '{output}' exists already; name a new folder.")
     source = formats[kind]
+    origin = []
+    if Path(name).exists():
+        checkpoint = Path(name)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", name):
+        checkpoint, origin = download(name, source, revision)
+    else:
+        raise ConversionError(f"No checkpoint at '{name}'.")
     try:
         check_fields(fields, format_fields(kind))
         model, notes = source.read(checkpoint, fields)
@@ -49,11 +60,32 @@ def convert(kind: str, checkpoint: str | Path, output: str | Path, fields: dict 
         raise
     except (ValueError, StrictDataclassError) as error:  # of the config or the constructor, which name the field
         raise ConversionError(format_error(error)) from error
+    notes += origin
     if fields:
         notes.append("Set by hand: " + ", ".join(f"{name}={value!r}" for name, value in fields.items()) + ".")
     licence = source.licence or read_licence(checkpoint) or "unknown"
     save(model, output, model_card(source, checkpoint, type(model).__name__, licence, notes), checkpoint)
     return "\n".join([f"{type(model).__name__} written to {output}", f"Licence of the weights: {licence}.", *notes])
+
+
+def download(name: str, source: Format, revision: str | None) -> tuple[Path, list[str]]:
+    """The folder or file of a repository, in the cache of the Hub, and a note of where it comes from."""
+    owner, repository, *file = name.split("/", 2)
+    repo_id = f"{owner}/{repository}"
+    if not source.is_folder and not file:
+        raise ConversionError(f"A checkpoint of this format is one file: name it, as in {repo_id}/checkpoint.pth.")
+    if source.is_folder and file:
+        raise ConversionError(f"A checkpoint of this format is a whole repository: name {repo_id} alone.")
+    with explain_loading_errors(name):
+        if file:
+            path = Path(hf_hub_download(repo_id, file[0], revision=revision))
+        else:
+            files = ["*.json", "README.md", "model*.safetensors"]
+            path = Path(snapshot_download(repo_id, revision=revision, allow_patterns=files))
+            if not any(path.glob("model*.safetensors")):
+                path = Path(snapshot_download(repo_id, revision=revision, allow_patterns=[*files, "*.bin"]))
+    folder = path if path.is_dir() else Path(str(path).removesuffix(file[0]))
+    return path, [f"Downloaded from https://huggingface.co/{repo_id}, commit {folder.name}."]
 
 
 def save(model, output: Path, card: ModelCard, checkpoint: Path) -> None:
