@@ -2,13 +2,22 @@
 
 import json
 import math
+import re
 import warnings
+from pathlib import Path
 
 import pytest
+import transformers
 from conftest import TINY_SIZES
 from transformers import AutoConfig, ViTConfig, ViTMAEConfig
 
-from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, DecayedViTMAEModel, suggest_shortcut_decay
+from hf_decayed import (
+    DecayedResNetConfig,
+    DecayedViTMAEConfig,
+    DecayedViTMAEForPreTraining,
+    DecayedViTMAEModel,
+    suggest_shortcut_decay,
+)
 
 
 def test_default_is_the_released_architecture():
@@ -90,7 +99,6 @@ WRONG = [
     ({"image_size": (32, 32, 32)}, "image_size"),
     ({"image_size": [32]}, r"`image_size` must be one number or \(height, width\), got \[32\]"),
     ({"hidden_act": "foo"}, "`hidden_act` must be .* got 'foo'"),
-    ({"depth": 4}, "Unknown field `depth` .*did you mean `num_hidden_layers`"),
     ({"patch_size": 0}, "`patch_size` must be positive, got 0"),
     ({"num_channels": 0}, "`num_channels` must be positive, got 0"),
     ({"num_hidden_layers": "4"}, "num_hidden_layers.*int.*'4'"),
@@ -100,7 +108,6 @@ WRONG = [
     ({"num_hidden_layers": 0}, "`num_hidden_layers` must be positive, got 0"),
     ({"num_hidden_layers": -8}, "`num_hidden_layers` must be positive, got -8"),
     ({"decoder_num_hidden_layers": -1}, "`decoder_num_hidden_layers` must be positive, got -1"),
-    ({"num_labeels": 3}, "Unknown field `num_labeels` .*did you mean `num_labels`"),
     ({"num_hidden_layers": 2**31}, "`num_hidden_layers` must be at most 10000, got 2147483648"),
     ({"decoder_num_hidden_layers": 2**31}, "`decoder_num_hidden_layers` must be at most 10000, got 2147483648"),
     ({"hidden_size": 2**31}, "`hidden_size` must be at most 1048576, got 2147483648"),
@@ -115,7 +122,6 @@ WRONG = [
     ({"mask_ratio": 1.0}, r"`mask_ratio` must lie in \[0, 1\), got 1.0"),
     ({"shortcut_decya": 0.6}, "Unknown field `shortcut_decya` .*did you mean `shortcut_decay`"),
     ({"shortcut_strength": 0.6}, "Unknown field `shortcut_strength` .*did you mean `shortcut_"),
-    ({"zero_init_branch": True}, "Unknown field `zero_init_branch` .*did you mean `zero_init_branches`"),
     ({"alpha_min": 0.6}, "Unknown field `alpha_min` .*did you mean `shortcut_decay`"),
 ]
 
@@ -137,6 +143,44 @@ def test_wrong_values_set_later_are_refused_when_a_model_is_built(fields, messag
         for name, value in fields.items():
             setattr(config, name, value)
         DecayedViTMAEForPreTraining(config)
+
+
+UNKNOWN = [
+    ({"depth": 4}, "Unknown field `depth` .*did you mean `num_hidden_layers`"),
+    ({"num_labeels": 3}, "Unknown field `num_labeels` .*did you mean `num_labels`"),
+    ({"zero_init_branch": True}, "Unknown field `zero_init_branch` .*did you mean `zero_init_branches`"),
+    ({"num_layers": 6}, "Unknown field `num_layers` .*did you mean `num_hidden_layers`"),
+    ({"bogus": 3}, "Unknown field `bogus` of DecayedViTMAEConfig[.]"),
+    ({"merge_size": 2}, "Unknown field `merge_size`"),
+    ({"max_length": 20}, "Unknown field `max_length`"),  # of generation, which transformers drops silently
+]
+
+
+@pytest.mark.parametrize("fields,message", UNKNOWN, ids=[next(iter(fields)) for fields, _ in UNKNOWN])
+def test_unknown_fields_are_refused_at_construction(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DecayedViTMAEConfig(**{**TINY_SIZES, **fields})
+    with pytest.raises(ValueError, match="Unknown field"):
+        DecayedResNetConfig(**fields)
+
+
+def test_attributes_of_other_tools_may_be_set_and_are_saved(tmp_path):
+    """Every name that a config of transformers has for a field can be an attribute of a built config."""
+    sources = Path(transformers.__file__).parent.glob("models/*/configuration_*.py")
+    names = {name for source in sources for name in re.findall(r"^    (\w+):", source.read_text(), re.MULTILINE)}
+    assert len(names) > 1000 and {"merge_size", "cache_size", "patch_stride", "depth"} <= names
+    for config in (DecayedViTMAEConfig(**TINY_SIZES), DecayedResNetConfig()):
+        others = [name for name in names if not name.startswith("_") and not hasattr(config, name)]
+        for name in others:
+            setattr(config, name, 1)
+        config.validate()
+    config = DecayedViTMAEConfig(**TINY_SIZES)
+    config.merge_size = 2
+    config.save_pretrained(tmp_path)
+    assert DecayedViTMAEConfig.from_pretrained(tmp_path).merge_size == 2
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+    plain = DecayedViTMAEConfig(**TINY_SIZES)
+    assert DecayedViTMAEConfig(**plain.to_dict()).to_dict() == plain.to_dict()
 
 
 @pytest.mark.parametrize("num_labels", [-3, 1.5, True, "x", None, 2**31])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+from collections.abc import Collection
 from typing import Literal
 
 from transformers.utils.versions import require_version
@@ -11,7 +12,7 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.18.0", "Decayed ResNet needs it: `pip install -U transformers`.")
 
 from huggingface_hub.dataclasses import strict  # noqa: E402
-from transformers import PreTrainedConfig, ResNetConfig  # noqa: E402
+from transformers import ResNetConfig  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 
 from .shortcut_decay import shortcut_factors  # noqa: E402
@@ -28,6 +29,24 @@ OTHER_NAMES = {
     "num_blocks": "depths",
     "num_layers": "depths",
     "num_hidden_layers": "depths",
+}
+
+# Copied from hf_decayed.models.configuration_decayed_vit_mae.LIBRARY_NAMES
+LIBRARY_NAMES = {
+    "model_type",
+    "num_labels",
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "experts_implementation",
+    "output_attentions",
+    "name_or_path",
+    "out_features",
+    "out_indices",
+    "stage_names",
+    "auto_map",
+    "custom_pipelines",
+    "quantization_config",
 }
 
 # Larger values are typing errors, which would exhaust the memory.
@@ -82,6 +101,7 @@ class DecayedResNetConfig(ResNetConfig):
 
     def __post_init__(self, **kwargs):
         check_num_labels(kwargs)
+        self.check_field_names(kwargs)
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -105,10 +125,33 @@ class DecayedResNetConfig(ResNetConfig):
                 f"`model_type` must be '{cls.model_type}' or '{ResNetConfig.model_type}', got '{source_type}': "
                 f"such a checkpoint cannot become a {cls.__name__}."
             )
-        result = super().from_dict(config_dict, **kwargs)
+        # What other tools have saved is no field, but theirs: set as an attribute, as they did.
+        attributes = {name: value for name, value in config_dict.items() if not cls.is_field(name)}
+        fields = {name: value for name, value in config_dict.items() if name not in attributes}
+        result = super().from_dict(fields, **kwargs)
         config = result[0] if kwargs.get("return_unused_kwargs") else result
+        for name, value in attributes.items():
+            setattr(config, name, value)
         config.validate()  # `from_dict` sets keyword arguments after construction
         return result
+
+    # Copied from hf_decayed.models.configuration_decayed_vit_mae.DecayedViTMAEConfig.is_field
+    @classmethod
+    def is_field(cls, name: str) -> bool:
+        """Whether the constructor takes this name; those with an underscore are transformers' own."""
+        return name in {field.name for field in dataclasses.fields(cls)} | LIBRARY_NAMES or name.startswith("_")
+
+    # Copied from hf_decayed.models.configuration_decayed_vit_mae.DecayedViTMAEConfig.check_field_names
+    @classmethod
+    def check_field_names(cls, names: Collection[str]) -> None:
+        """Raises for a name that is no field, with the nearest that is."""
+        fields = {field.name for field in dataclasses.fields(cls)} | {"num_labels"}
+        for name in sorted(names):
+            if not cls.is_field(name):
+                cutoff = 0.0 if name.startswith("shortcut") else 0.6
+                nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, fields, 1, cutoff)), None)
+                hint = f"; did you mean `{nearest}`?" if nearest else "."
+                raise ValueError(f"Unknown field `{name}` of {cls.__name__}{hint}")
 
     def shortcut_alphas(self) -> list[float]:
         """Weight of the shortcut of every block, over all stages; projecting shortcuts are decayed like the others."""
@@ -118,13 +161,10 @@ class DecayedResNetConfig(ResNetConfig):
 
     # Copied from hf_decayed.models.configuration_decayed_vit_mae.DecayedViTMAEConfig.validate_field_names
     def validate_field_names(self):
-        known = {field.name for field in dataclasses.fields(self)}
-        ours = known - {field.name for field in dataclasses.fields(PreTrainedConfig)} | {"num_labels"}
-        for name in sorted(set(vars(self)) - known - {"stage_names", "num_labels"}):
-            cutoff = 0.0 if name.startswith("shortcut") else 0.8
-            nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ours, 1, cutoff)), None)
-            if nearest:
-                raise ValueError(f"Unknown field `{name}` (value {getattr(self, name)!r}); did you mean `{nearest}`?")
+        # Other attributes may be set by tools; nobody but a user who means ours sets these.
+        self.check_field_names(
+            [name for name in vars(self) if name.startswith(("shortcut", "alpha_min", "min_decay"))]
+        )
 
     def validate_sizes(self):
         for name in ("num_channels", "embedding_size", "hidden_sizes", "depths"):

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+from collections.abc import Collection
 from typing import Literal
 
 from transformers.utils.versions import require_version
@@ -12,7 +13,7 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.18.0", "Decayed MAE needs it: `pip install -U transformers`.")
 
 from huggingface_hub.dataclasses import strict  # noqa: E402
-from transformers import PreTrainedConfig, ViTMAEConfig  # noqa: E402
+from transformers import ViTMAEConfig  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
 from transformers.backbone_utils import BackboneConfigMixin  # noqa: E402
 
@@ -64,8 +65,30 @@ OTHER_NAMES = {
     "pool": "pooling",
     "global_pool": "pooling",
     "depth": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "embed_dim": "hidden_size",
+    "in_channels": "num_channels",
     "decoder_depth": "decoder_num_hidden_layers",
     "norm_pix": "norm_pix_loss",
+}
+
+# Names that transformers takes at construction, or writes into a config, besides the fields.
+LIBRARY_NAMES = {
+    "model_type",
+    "num_labels",
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "experts_implementation",
+    "output_attentions",
+    "name_or_path",
+    "out_features",
+    "out_indices",
+    "stage_names",
+    "auto_map",
+    "custom_pipelines",
+    "quantization_config",
 }
 
 # Larger values are typing errors, which would exhaust the memory.
@@ -152,6 +175,7 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
 
     def __post_init__(self, **kwargs):
         check_num_labels(kwargs)
+        self.check_field_names(kwargs)
         self.stage_names = self._all_stage_names()
         kwargs.pop("stage_names", None)
         self.set_output_features_output_indices(
@@ -182,10 +206,31 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
                 f"`model_type` must be '{cls.model_type}' or '{ViTMAEConfig.model_type}', got '{source_type}': "
                 f"such a checkpoint cannot become a {cls.__name__}."
             )
-        result = super().from_dict(config_dict, **kwargs)
+        # What other tools have saved is no field, but theirs: set as an attribute, as they did.
+        attributes = {name: value for name, value in config_dict.items() if not cls.is_field(name)}
+        fields = {name: value for name, value in config_dict.items() if name not in attributes}
+        result = super().from_dict(fields, **kwargs)
         config = result[0] if kwargs.get("return_unused_kwargs") else result
+        for name, value in attributes.items():
+            setattr(config, name, value)
         config.validate()  # `from_dict` sets keyword arguments after construction
         return result
+
+    @classmethod
+    def is_field(cls, name: str) -> bool:
+        """Whether the constructor takes this name; those with an underscore are transformers' own."""
+        return name in {field.name for field in dataclasses.fields(cls)} | LIBRARY_NAMES or name.startswith("_")
+
+    @classmethod
+    def check_field_names(cls, names: Collection[str]) -> None:
+        """Raises for a name that is no field, with the nearest that is."""
+        fields = {field.name for field in dataclasses.fields(cls)} | {"num_labels"}
+        for name in sorted(names):
+            if not cls.is_field(name):
+                cutoff = 0.0 if name.startswith("shortcut") else 0.6
+                nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, fields, 1, cutoff)), None)
+                hint = f"; did you mean `{nearest}`?" if nearest else "."
+                raise ValueError(f"Unknown field `{name}` of {cls.__name__}{hint}")
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -239,13 +284,10 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
         return ["stem"] + [f"stage{layer}" for layer in range(1, self.num_hidden_layers + 1)]
 
     def validate_field_names(self):
-        known = {field.name for field in dataclasses.fields(self)}
-        ours = known - {field.name for field in dataclasses.fields(PreTrainedConfig)} | {"num_labels"}
-        for name in sorted(set(vars(self)) - known - {"stage_names", "num_labels"}):
-            cutoff = 0.0 if name.startswith("shortcut") else 0.8
-            nearest = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ours, 1, cutoff)), None)
-            if nearest:
-                raise ValueError(f"Unknown field `{name}` (value {getattr(self, name)!r}); did you mean `{nearest}`?")
+        # Other attributes may be set by tools; nobody but a user who means ours sets these.
+        self.check_field_names(
+            [name for name in vars(self) if name.startswith(("shortcut", "alpha_min", "min_decay"))]
+        )
 
     def validate_stages(self):
         stage_names = self._all_stage_names()
