@@ -35,6 +35,11 @@ def _register(auto_map: dict[str, str]) -> None:
         model_class = getattr(_importlib.import_module(f".models.{module}", __name__), name)
         if auto_class == "AutoConfig":
             _transformers.AutoConfig.register(model_class.model_type, model_class, exist_ok=True)
+        elif auto_class == "AutoImageProcessor":
+            # By its own class: preprocessor_config.json names the processor of a folder, its config does not.
+            _transformers.AutoImageProcessor.register(
+                model_class, image_processor_classes={"pil": model_class}, exist_ok=True
+            )
         else:
             getattr(_transformers, auto_class).register(model_class.config_class, model_class, exist_ok=True)
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from hf_decayed.data.datasets import EpochBatchSampler, EvaluationDataset, StreamedImages, TrainingImages
 from hf_decayed.data.decoding import decode_image, to_pixels
+from hf_decayed.data.inspection import ImageKind, inspect_images
 from hf_decayed.data.keyed_random import sample_generator
 from hf_decayed.data.sources import HELD_OUT_RULE, find_columns, load_image_splits, load_splits, split_validation
 from hf_decayed.data.transforms import Augmentation, CenterCropProcessor, center_crop, crop_and_resize, crop_boxes
@@ -150,7 +151,7 @@ def test_every_kind_of_image():
     Image.fromarray(np.zeros((10, 20, 3), np.uint8)).save(buffer, "JPEG", exif=exif)
     assert to_pixels(Image.open(buffer), 3).shape == (20, 10, 3)
     with pytest.raises(DataError, match="3 .RGB.; the model takes 4"):
-        to_pixels(Image.fromarray(colour), 4)
+        decode_image({"bytes": buffer.getvalue(), "path": None}, 4, 0)
 
 
 def test_bad_images_stop_or_are_counted():
@@ -314,3 +315,19 @@ def test_numbers_that_are_no_colours_are_a_bad_image():
     with pytest.raises(DataError, match="'nan.tiff' .row 3. cannot be decoded .it holds NaN or infinity"):
         decode_image(record, 1, 3)
     assert decode_image(record, 1, 3, on_bad_image="skip") is None
+
+
+def test_what_images_are_like():
+    assert inspect_images(image_table([(480, 640)] * 3), "picture") == ImageKind(True, 480, 640)
+    assert str(inspect_images(image_table([(480, 640)] * 3), "picture")) == "RGB, 640 x 480"
+    assert inspect_images(image_table([(20, 30), (22, 30), (90, 90)], channels=1), "picture") == ImageKind(
+        False, 22, 30
+    )
+    grey = np.random.default_rng(0).integers(0, 256, (40, 40), dtype=np.uint8)
+    rows = [png(np.stack([grey] * 3, -1)), {"bytes": b"not a picture", "path": None}]
+    table = Dataset.from_dict({"picture": rows}, features=Features({"picture": ImageFeature()}))
+    assert inspect_images(table, "picture") == ImageKind(
+        False, 40, 40
+    )  # RGB without colours; a broken file is left out
+    assert inspect_images(table.to_iterable_dataset(), "picture") == ImageKind(False, 40, 40)
+    assert inspect_images(table.select([1]), "picture") is None

@@ -369,3 +369,64 @@ def test_save_load_train_two_steps(model_class, preset, tmp_path, pixel_values):
         optimizer.step()
         losses.append(loss.item())
     assert losses[1] < losses[0]
+
+
+COLOUR = np.random.default_rng(0).integers(0, 255, (50, 60, 3), dtype=np.uint8)
+KINDS_OF_IMAGES = {
+    "RGB": Image.fromarray(COLOUR),
+    "grey": Image.fromarray(COLOUR).convert("L"),
+    "RGBA": Image.fromarray(COLOUR).convert("RGBA"),
+    "palette": Image.fromarray(COLOUR).convert("P"),
+}
+
+
+def test_grey_models_take_every_kind_of_image_in_pipelines(tmp_path):
+    for name, model_class in (("encoder", DecayedViTMAEModel), ("head", DecayedViTMAEForImageClassification)):
+        default_model(model_class, num_channels=1, num_labels=3).save_pretrained(tmp_path / name)
+    extractor = pipeline("image-feature-extraction", model=str(tmp_path / "encoder"))
+    classifier = pipeline("image-classification", model=str(tmp_path / "head"))
+    features = {kind: np.array(extractor(image, pool=True)) for kind, image in KINDS_OF_IMAGES.items()}
+    answers = {kind: classifier(image) for kind, image in KINDS_OF_IMAGES.items()}
+    np.testing.assert_allclose(features["RGB"], features["grey"], atol=1e-5)
+    assert np.array_equal(features["RGB"], features["RGBA"]) and features["palette"].shape == (1, 32)
+    assert answers["RGB"] == answers["RGBA"] and all(len(answer) == 3 for answer in answers.values())
+
+
+def test_the_grey_processor_reads_images_as_training_does():
+    processor = default_image_processor(50, num_channels=1)
+    processor.size = {"height": 50, "width": 60}
+
+    def pixels(image, **settings):
+        values = processor(image, return_tensors="pt", **settings)["pixel_values"]
+        return (255 * (values * processor.image_std[0] + processor.image_mean[0])).squeeze()
+
+    grey = torch.tensor(np.asarray(KINDS_OF_IMAGES["grey"])).float()
+    for image in (KINDS_OF_IMAGES["RGB"], KINDS_OF_IMAGES["grey"], COLOUR, torch.tensor(COLOUR).permute(2, 0, 1)):
+        torch.testing.assert_close(pixels(image), grey, atol=1.0, rtol=0)
+    torch.testing.assert_close(pixels(COLOUR / 255.0, do_rescale=False), grey, atol=1.01, rtol=0)
+    see_through = KINDS_OF_IMAGES["RGB"].copy()
+    see_through.putalpha(0)
+    assert pixels(see_through).min() > 254  # white
+    assert processor([COLOUR, KINDS_OF_IMAGES["palette"]], return_tensors="pt")["pixel_values"].shape == (2, 1, 50, 60)
+
+
+def test_a_grey_folder_in_a_process_without_the_package(tmp_path):
+    default_model(DecayedViTMAEForImageClassification, num_channels=1, num_labels=3).save_pretrained(
+        tmp_path / "model"
+    )
+    KINDS_OF_IMAGES["RGBA"].save(tmp_path / "image.png")
+    code = """
+import sys
+sys.modules["hf_decayed"] = None
+from PIL import Image
+from transformers import pipeline
+for task in ("image-feature-extraction", "image-classification"):
+    task = pipeline(task, model=sys.argv[1], trust_remote_code=True)
+    task(sys.argv[2]), task(Image.open(sys.argv[2]).convert("L"))
+    print(type(task.image_processor).__name__)
+task.save_pretrained(sys.argv[3])
+"""
+    arguments = [str(tmp_path / name) for name in ("model", "image.png", "again")]
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd="/")
+    assert result.stdout.split() == ["GreyImageProcessor"] * 2, result.stderr[-2000:]
+    assert "image_processing_decayed.GreyImageProcessor" in (tmp_path / "again/preprocessor_config.json").read_text()

@@ -6,6 +6,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from ..errors import DataError, UserError
+from ..models.image_processing_decayed import GreyImageProcessor
 from .transforms import CenterCropProcessor, center_crop
 
 
@@ -48,10 +49,14 @@ def process_masks(masks: list[np.ndarray], processor) -> torch.Tensor:
     if isinstance(processor, CenterCropProcessor):
         resized = np.stack([center_crop(mask[:, :, None], processor.size, Image.Resampling.NEAREST) for mask in masks])
         return torch.from_numpy(resized[..., 0]).long()
+    # The second channel says which pixels come from the mask: padding is zero there.
+    images = [np.stack([mask, np.ones_like(mask), np.ones_like(mask)], axis=2) for mask in masks]
+    grey = isinstance(processor, GreyImageProcessor)
+    if grey:  # it would mix the channels of one image
+        images = [image[:, :, [channel]] for channel in range(3) for image in images]
     try:
         pixels = processor(
-            # The second channel says which pixels come from the mask: padding is zero there.
-            [np.stack([mask, np.ones_like(mask), np.ones_like(mask)], axis=2) for mask in masks],
+            images,
             resample=Image.Resampling.NEAREST,
             do_rescale=False,
             do_normalize=False,
@@ -60,6 +65,8 @@ def process_masks(masks: list[np.ndarray], processor) -> torch.Tensor:
         )["pixel_values"]
     except (TypeError, ValueError, KeyError) as error:
         raise UserError(f"{type(processor).__name__} cannot process masks: {error}") from error
+    if grey:
+        pixels = pixels.unflatten(0, (3, -1)).squeeze(2).transpose(0, 1)
     if pixels.ndim != 4 or pixels.shape[:2] != (len(masks), 3):
         raise UserError(f"{type(processor).__name__} cannot process masks: it does not return one image for each.")
     return torch.where(pixels[:, 1] > 0, pixels[:, 0], IGNORED).long()

@@ -1,6 +1,7 @@
 """The folder `stock/` of a repository: a class of transformers with folded weights, which loads without any code of ours."""
 
 import importlib
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from ..decay.stock import stock_model
 from ..errors import UserError
 from ..kinds import ModelFolder, read_json, read_model_folder, read_text
+from ..models.image_processing_decayed import GreyImageProcessor
 from .cards import MARKER, STOCK_FOLDER, stock_loader, stock_usage, write_card
 from .proof import compare_outputs, run_without_package
 from .staging import PublishingError
@@ -67,10 +69,14 @@ def write_stock_folder(source: Path, target: Path, folder: Path) -> float:
     if target.exists():  # of an earlier publication, perhaps of other weights
         shutil.rmtree(target)
     stock.save_pretrained(target)
-    processor = source / "preprocessor_config.json"
-    if not processor.exists():
-        raise PublishingError(f"'{processor}' is missing, which says how images are prepared: save the model again.")
-    shutil.copyfile(processor, target / processor.name)
+    path = source / "preprocessor_config.json"
+    if not path.exists():
+        raise PublishingError(f"'{path}' is missing, which says how images are prepared: save the model again.")
+    processor = read_json(path)
+    if processor.get("image_processor_type") == GreyImageProcessor.__name__:  # transformers' own needs grey images
+        processor = {**processor, "image_processor_type": "ViTImageProcessor"}
+        del processor["auto_map"]
+    (target / path.name).write_text(json.dumps(processor, indent=2) + "\n")
     loader = stock_loader(read_json(target / "config.json"))
     outputs = run_without_package(stock_output, LOADING_SCRIPT, target, folder, [loader])
     # The eps of the norms is the only approximation, and rounding is that of a network with other weights.

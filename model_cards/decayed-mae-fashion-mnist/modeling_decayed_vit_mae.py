@@ -499,8 +499,8 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
     def save_pretrained(self, save_directory, is_main_process=True, *args, push_to_hub=False, **kwargs):
         """Writes weights, config, image processor and this code, so that any `Auto` class loads the folder.
 
-        Arguments are those of `PreTrainedModel.save_pretrained`. An image processor of this image size that is already
-        in the folder is not overwritten.
+        Arguments are those of `PreTrainedModel.save_pretrained`. An image processor of this image size and number of
+        channels that is already in the folder is not overwritten.
         """
         encoder = getattr(self, "vit", self)
         if self.config.residual_form == "decay" and self.config.shortcut_schedule != "learned":
@@ -520,7 +520,7 @@ class DecayedViTMAEPreTrainedModel(ViTMAEPreTrainedModel):
             os.makedirs(save_directory, exist_ok=True)
             processor = image_processor(self.config)
             path = os.path.join(save_directory, "preprocessor_config.json")
-            if not os.path.exists(path) or saved_image_size(path) != processor.size:
+            if not os.path.exists(path) or not fits_saved_processor(processor, path):
                 processor.save_pretrained(save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
@@ -821,10 +821,12 @@ class DecayedViTMAEBackbone(BackboneMixin, DecayedViTMAEModel):
         )
 
 
-def saved_image_size(path: str) -> dict | None:
-    """The image size in a `preprocessor_config.json`."""
+def fits_saved_processor(processor, path: str) -> bool:
+    """Whether a `preprocessor_config.json` has the image size and the number of channels of a processor."""
     with open(path) as file:
-        return json.load(file).get("size")
+        saved = json.load(file)
+    size = saved.get("crop_size") or saved.get("size")
+    return size == processor.size and len(saved.get("image_mean", [])) == len(processor.image_mean)
 
 
 def keep_saved_pipelines(config: DecayedViTMAEConfig, folder: str | os.PathLike) -> None:

@@ -129,7 +129,7 @@ class Autoencoder:
 
     def __init__(self, name: str):
         self.model = AutoModelForPreTraining.from_pretrained(source_of(name), trust_remote_code=True).eval()
-        self.processor = AutoImageProcessor.from_pretrained(source_of(name))
+        self.processor = AutoImageProcessor.from_pretrained(source_of(name), trust_remote_code=True)
         self.decay = self.model.config.shortcut_decay
         self.num_layers = self.model.config.num_hidden_layers
 
