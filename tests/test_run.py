@@ -18,6 +18,7 @@ from pathlib import Path
 import mae
 import numpy as np
 import pytest
+import sit
 import torch
 import uvit
 from accelerate import Accelerator
@@ -38,10 +39,10 @@ from hf_decayed.models.image_processing_decayed import default_image_processor
 from hf_decayed.provenance import sanitized_command
 from hf_decayed.run.arguments import ScriptParser, add_run_arguments, add_training_arguments
 from hf_decayed.run.checkpoints import find_checkpoint, find_damage, random_state, save_checkpoint, set_random_state
-from hf_decayed.run.monitors import RepresentationMonitor
+from hf_decayed.run.monitors import RepresentationMonitor, class_turns
 from hf_decayed.run.optimization import ema_with_warmup, is_scaler_warmup
 from hf_decayed.run.records import MetricsFile, read_metrics
-from hf_decayed.run.run import Run, check_signature, lock_output_dir
+from hf_decayed.run.run import Run, check_signature, clear_output_dir, lock_output_dir
 from hf_decayed.run.state_files import load_state, save_state
 
 
@@ -322,6 +323,42 @@ def test_recipes_are_checked_as_flags_are(tmp_path, capsys):
         assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "mode, size, line, fields",
+    [
+        ("RGB", (64, 48), "RGB, 64 x 48 -> 64 x 64, crops; recipe photos_small", (3, 64, 8)),
+        ("RGB", (32, 32), "RGB, 32 x 32 -> 32 x 32, crops; recipe photos_small", (3, 32, 4)),
+        ("L", (64, 64), "grey, 64 x 64 -> 64 x 64 grey, crops; recipe photos_small", (1, 64, 8)),
+        ("L", (28, 28), "grey, 28 x 28 -> 32 x 32 grey, crops; recipe tiny", (1, 32, 4)),
+    ],
+)
+def test_without_a_recipe_the_data_chooses_it(mode, size, line, fields, tmp_path, capsys):
+    colours = np.random.default_rng(0).integers(0, 256, (20, *size[::-1], 3), dtype=np.uint8)
+    (tmp_path / "photos").mkdir()
+    for number, pixels in enumerate(colours):
+        Image.fromarray(pixels).convert(mode).save(tmp_path / "photos" / f"{number}.png")
+    options, _ = mae.parse_arguments(["--dataset_path", str(tmp_path / "photos")])
+    assert capsys.readouterr().out.strip() == line
+    assert tuple(options.fields[name] for name in ("num_channels", "image_size", "patch_size")) == fields
+    options, _ = mae.parse_arguments(["--dataset_path", str(tmp_path / "photos"), "--recipe", "photos_medium"])
+    assert capsys.readouterr().out == "" and options.fields["image_size"] == 128  # named: nothing is looked at
+
+
+def test_recipes_of_diffusion_models_follow_the_data_too(tmp_path, capsys):
+    for number in range(20):
+        Image.new("RGB", (80, 60), (number, 200, 30)).save(tmp_path / f"{number}.png")
+    for script in (uvit, sit):
+        options, _ = script.parse_arguments(["--dataset_path", str(tmp_path)])
+        assert "RGB, 80 x 60 -> 64 x 64, the middle; recipe photos_small" in capsys.readouterr().out
+        assert options.fields["in_channels"] == 3 and options.image_size == 64
+    options, _ = uvit.parse_arguments(["--dataset_name", "bundled:coloured"])
+    assert (options.image_size, options.fields["patch_size"]) == (32, 4)
+
+
+def test_pictures_show_every_class():
+    assert class_turns([0, 0, 0, 1, 1, 2]) == [0, 3, 5, 1, 4, 2]
+
+
 def test_what_may_change_on_resume_is_a_group_of_flags(tmp_path):
     parser = example_parser(tmp_path)
     options, _ = parser.parse(["--dataset_path", "a", "--log_every", "3", "--seed", "4"])
@@ -416,6 +453,25 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(state, model, sentence, 
         run.lock.release()
         for number, handler in handlers.items():  # a run takes signals for itself
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", ["results.json", "model_index.json", "model.safetensors"])
+def test_a_finished_model_is_not_overwritten(name, tmp_path):
+    parser = example_parser(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("{}")
+    flags = ["--output_dir", str(tmp_path / "out")]
+    try:
+        with pytest.raises(UserError, match=f"holds a finished model .{name}.: .*--overwrite_output_dir"):
+            Run(parser.run_options(parser.parse(flags)[0]), kind="example")
+        for allowed in (["--overwrite_output_dir"], ["--resume_from_checkpoint", "latest"]):
+            Run(parser.run_options(parser.parse([*flags, *allowed])[0]), kind="example").lock.release()
+    finally:
+        for number, handler in handlers.items():  # a run takes signals for itself
+            signal.signal(number, handler)
+    clear_output_dir(tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "results.json").exists()
 
 
 @pytest.mark.slow

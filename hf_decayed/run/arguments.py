@@ -1,6 +1,7 @@
 """Command-line flags of training scripts: recipes, the flags of a run, and which of them may change on resume."""
 
 import argparse
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ from ..command_line import (
     shortcut_decay,
 )
 from ..data.arguments import MAY_CHANGE, add_data_arguments, data_arguments
+from ..data.inspection import ImageKind, inspect_images
+from ..data.sources import bundled_variant, load_image_splits
+
+
+PHOTOS = "photos_small"  # the recipe of a script for images of a user's own
+SMALL_IMAGES = 48  # images with a shorter side are not enlarged to that recipe's 64 pixels
 
 
 @dataclass
@@ -51,6 +58,7 @@ class RunOptions:
     checkpointing_steps: int = 500
     checkpoints_total_limit: int | None = 2
     resume_from_checkpoint: str | None = None
+    overwrite_output_dir: bool = False
     log_every: int = 10
     eval_every: int | None = None
     report_to: str = "none"
@@ -75,7 +83,10 @@ class ScriptParser(OneLineParser):
         self.recipes = Path(script).parent / "recipes" / name
         if self.recipes.is_dir():
             names = list_recipes(self.recipes)
-            self.add_argument("--recipe", default="tiny", help=f"one of {names}, or a YAML file")
+            help = f"one of {names}, or a YAML file; by default tiny"
+            if (self.recipes / f"{PHOTOS}.yaml").exists():
+                help += f", or for images of your own {PHOTOS}, with their channels"
+            self.add_argument("--recipe", help=help)
         self.add_argument("--output_dir", type=Path, default=Path("outputs") / name)
         self.add_argument("--seed", type=non_negative_int, default=0)
 
@@ -83,18 +94,29 @@ class ScriptParser(OneLineParser):
         """Options, and the content of the recipe."""
         if not self.recipes.is_dir():
             return self.parse_args(arguments), {}
-        name = self.parse_known_args(arguments)[0].recipe
+        known = self.parse_known_args(arguments)[0]
+        name, images = known.recipe or "tiny", None
+        if known.recipe is None and (self.recipes / f"{PHOTOS}.yaml").exists():
+            images = own_images(known)
+            if images is not None and (images.has_colours or images.short_side >= SMALL_IMAGES):
+                name = PHOTOS
         path = Path(name) if name.endswith((".yaml", ".yml")) else self.recipes / f"{name}.yaml"
         if not path.is_file():
             self.error(f"there is no recipe '{name}'; there are {list_recipes(self.recipes)}")
         recipe = yaml.safe_load(path.read_text())
+        if images is not None and name == PHOTOS:
+            recipe = fit_recipe(recipe, images)
         actions = {flag.removeprefix("--"): action for action in self._actions for flag in action.option_strings}
         flags = {flag: value for flag, value in recipe.items() if flag != "fields"}
         if unknown := flags.keys() - actions.keys():
             self.error(f"the recipe '{name}' sets what is not a flag: {', '.join(sorted(unknown))}")
         for flag, value in flags.items():
             self.set_defaults(**{actions[flag].dest: self.check_value(actions[flag], value)})
-        return self.parse_args(arguments), recipe
+        options = self.parse_args(arguments)
+        options.recipe = name
+        if images is not None and os.environ.get("RANK", "0") == "0":  # once, however many processes there are
+            print(f"{images} -> {describe_input(recipe, options)}; recipe {name}", flush=True)
+        return options, recipe
 
     def check_value(self, action: argparse.Action, value):
         """A recipe's value, checked as a flag's would be."""
@@ -123,6 +145,36 @@ class ScriptParser(OneLineParser):
         names = {field.name for field in fields(RunOptions)} & vars(options).keys()
         values: dict[str, Any] = {name: getattr(options, name) for name in names}
         return RunOptions(flags=vars(options), signature=self.signature(options), **values)
+
+
+def own_images(options: argparse.Namespace) -> ImageKind | None:
+    """What the images are like that the flags of a script name; `None` for the bundled grey ones."""
+    variant = bundled_variant(options.dataset_name, options.dataset_path)
+    if variant is not None:  # views are not drawn to see what is known
+        return None if variant == "grey" else ImageKind(has_colours=True, height=28, width=28)
+    splits = load_image_splits(**data_arguments(options), streaming=getattr(options, "streaming", False))
+    return inspect_images(splits.train, splits.image_column)
+
+
+def fit_recipe(recipe: dict, images: ImageKind) -> dict:
+    """A recipe for photos with the channels of these images; small ones keep the number of patches, with patches of 4 x 4."""
+    changes = {} if images.has_colours else {"num_channels": 1, "in_channels": 1}
+    if images.short_side < SMALL_IMAGES:
+        changes |= {"image_size": 32, "patch_size": 4}
+
+    def changed(settings: dict) -> dict:
+        return {name: changes.get(name, value) for name, value in settings.items()}
+
+    return {**changed(recipe), "fields": changed(recipe["fields"])}
+
+
+def describe_input(recipe: dict, options: argparse.Namespace) -> str:
+    """What the network sees of an image, in words: "64 x 64, crops"."""
+    settings = {**recipe.get("fields", {}), **vars(options), **dict(options.fields)}
+    size = settings["image_size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    grey = 1 in (settings.get("num_channels"), settings.get("in_channels"))
+    return f"{width} x {height}{' grey' if grey else ''}, {'crops' if 'crop_scale' in settings else 'the middle'}"
 
 
 def list_recipes(recipes: Path) -> str:
@@ -210,6 +262,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str | None, *
     running.add_argument("--checkpointing_steps", type=positive_int, default=500)
     running.add_argument("--checkpoints_total_limit", type=positive_int, default=2)
     running.add_argument("--resume_from_checkpoint", metavar="latest|PATH")
+    running.add_argument(
+        "--overwrite_output_dir", action="store_true", help="replace the finished model that is there"
+    )
     running.add_argument(
         "--max_skipped_steps", type=non_negative_int, default=20, help="stop after more non-finite steps"
     )

@@ -4,6 +4,7 @@ All processes call both: they share the work, and a sharded model needs them all
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,8 @@ class RepresentationMonitor:
         self.labelled = splits.label_column is not None and has_classes(self.bank, self.queries)
         # Drawn once, in random order: rows may be sorted by class.
         order = torch.randperm(len(self.queries), generator=torch.Generator().manual_seed(0))
-        self.images = self.queries.__getitems__(order[:ABLATION_IMAGES].tolist())["pixel_values"]
+        batch = self.queries.__getitems__(order[:ABLATION_IMAGES].tolist())
+        self.images, self.shown = batch["pixel_values"], class_turns(batch["labels"].tolist())[:PICTURE_IMAGES]
         patches = math.prod(config.grid_size)
         draws = [sample_generator(0, 0, index).random(patches) for index in range(len(self.images))]
         self.noise = torch.stack([torch.from_numpy(draw).float() for draw in draws])
@@ -97,10 +99,10 @@ class RepresentationMonitor:
 
     def picture(self, path: Path) -> None:
         """Reconstructions by the model that was evaluated last."""
-        images = self.images[:PICTURE_IMAGES].to(self.accelerator.device)
+        images = self.images[self.shown].to(self.accelerator.device)
         mean, std = list(self.processor.image_mean), list(self.processor.image_std)
         with evaluation_mode(self.model):
-            rows = reconstructions(self.model, images, self.noise[: len(images)], mean, std)
+            rows = reconstructions(self.model, images, self.noise[self.shown], mean, std)
         if self.accelerator.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
             original, masked, reconstructed = rows
@@ -150,7 +152,12 @@ class PatchMonitor:
 
     def picture(self, path: Path) -> None:
         """Held-out images, and three components of their patches' features: a row per model, one set of colours in a row."""
-        rows = take_subset(self.splits.held_out, PATCH_PICTURE_IMAGES)
+        rows = take_subset(self.splits.held_out, ABLATION_IMAGES)
+        if isinstance(rows, IterableDataset):
+            rows = rows.take(PATCH_PICTURE_IMAGES)
+        else:
+            labels = rows[self.splits.label_column] if self.splits.label_column else [0] * len(rows)
+            rows = rows.select(class_turns(labels)[:PATCH_PICTURE_IMAGES])
         colours = {}
         for label, model in self.models.items():
             channels = model.config.num_channels
@@ -318,6 +325,16 @@ def has_classes(bank: EvaluationDataset, queries: EvaluationDataset) -> bool:
     """One class is like none; the labels of a benchmark's secret test split are -1."""
     bank_labels, query_labels = (images.dataset[images.label_column] for images in (bank, queries))
     return len(set(bank_labels)) > 1 and min(query_labels) >= 0
+
+
+def class_turns(labels: list[int]) -> list[int]:
+    """Indices in an order in which every class has its turn before any has a second one."""
+    seen: Counter[int] = Counter()
+    turns = []
+    for index, label in enumerate(labels):
+        turns.append((seen[label], index))
+        seen[label] += 1
+    return [index for _, index in sorted(turns)]
 
 
 def nearest_neighbours(bank: dict, queries: dict, name: str) -> float:

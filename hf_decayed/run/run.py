@@ -37,7 +37,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
 from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import ImageProcessingMixin, PreTrainedModel
 
 from ..command_line import set_cpu_threads
 from ..data.datasets import EpochBatchSampler, identity_collate
@@ -100,6 +100,8 @@ class Run:
             f"{self.num_processes} process(es) on {self.device.type}, precision {self.accelerator.mixed_precision}"
         )
         self.check_batch_size(options.batch_size)
+        if not options.overwrite_output_dir and not options.resume_from_checkpoint:
+            refuse_finished_model(options.output_dir)
         self.repository = create_repository(options.push_to_hub, self.accelerator)
         self.lock = lock_output_dir(options.output_dir) if self.is_main_process else None
 
@@ -215,7 +217,7 @@ class Run:
             if path is None:
                 self.print(f"no checkpoint in {folder}: starting from the beginning")
         elif self.is_main_process:
-            clear_finished_run(options.output_dir)
+            clear_output_dir(options.output_dir, options.overwrite_output_dir)
         self.accelerator.wait_for_everyone()
         if path is not None:
             state = read_checkpoint_state(path)
@@ -469,9 +471,9 @@ class Run:
             print(f"{name} could not be written: {format_error(error)}", file=sys.stderr)
 
     def save(self, model, name: str = "model") -> None:
-        """Writes a model or pipeline to the output folder, by its `save_pretrained`; all processes call it."""
+        """Writes a model, pipeline or processor to the output folder, by its `save_pretrained`; all processes call it."""
         weights = {}
-        if self.sharded:  # gathered by all processes, written by one
+        if self.sharded and not isinstance(model, ImageProcessingMixin):  # gathered by all processes, written by one
             weights = {"state_dict": self.accelerator.get_state_dict(self.models()[0])}
         if self.is_main_process:
             with self.writing(name):
@@ -560,10 +562,20 @@ def lock_output_dir(folder: Path) -> FileLock:
     return lock
 
 
-def clear_finished_run(folder: Path) -> None:
-    """Makes room for a new run; a run that did not finish is kept, and is an error."""
+def refuse_finished_model(folder: Path) -> None:
+    """A model is replaced by a new one only when its user says so."""
+    for name in ("results.json", "model_index.json", "model.safetensors"):
+        if (folder / name).exists():
+            raise UserError(
+                f"'{folder}' holds a finished model ({name}): name another --output_dir, or give --overwrite_output_dir to "
+                "replace it."
+            )
+
+
+def clear_output_dir(folder: Path, overwrite: bool) -> None:
+    """Makes room for a new run; one that did not finish is kept, and is an error, unless it may be overwritten."""
     if any((folder / "checkpoints").glob("[!.]*")):  # hidden ones were being written when the run was killed
-        if not (folder / "results.json").exists():
+        if not overwrite and not (folder / "results.json").exists():
             raise UserError(
                 f"'{folder}' holds a run that did not finish: continue it with --resume_from_checkpoint latest, "
                 "or name another --output_dir."
