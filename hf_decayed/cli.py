@@ -2,12 +2,15 @@
 
 import argparse
 import inspect
+import runpy
 import sys
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 
+from . import __version__
 from .command_line import (
+    CommandParser,
     OneLineParser,
     boolean,
     latent_shape,
@@ -21,11 +24,11 @@ from .errors import format_error
 
 ABOUT = """\
 Decayed identity shortcuts for Hugging Face models: in every residual block x <- alpha * x + f(x), with alpha falling from 1
-to `shortcut_decay` over the depth. These commands work on checkpoints; the scripts in `training/` of the repository train
-models, and AutoModel and DiffusionPipeline load them."""
+to `shortcut_decay` over the depth. These commands train models and work on checkpoints; AutoModel and DiffusionPipeline load
+them."""
 EXAMPLES = """\
 from nothing to a repository on the Hub:
-  accelerate launch training/mae.py
+  hf-decayed train mae
   hf-decayed evaluate outputs/mae --output outputs/mae/results/fashion_mnist.json
   hf-decayed card outputs/mae --repo_id user/decayed-mae --license apache-2.0
   hf-decayed publish outputs/mae --repo_id user/decayed-mae --dry_run
@@ -41,11 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"hf_decayed {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
     for add_command in (
+        add_train,
         add_convert,
         add_evaluate,
         add_report,
+        add_features,
         add_latents,
         add_sample,
         add_segment,
@@ -71,6 +77,37 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 # A command is a pair of functions: one adds its flags, the other imports what it needs and runs it.
+
+
+def add_train(commands):
+    scripts = training_scripts()
+    parser = commands.add_parser(
+        "train",
+        help=f"train a model: {', '.join(scripts)}",
+        description="Runs a training script with its flags; `hf-decayed train SCRIPT --help` explains them.",
+        epilog="examples:\n  hf-decayed train mae\n  hf-decayed train mae --dataset_path photos --output_dir outputs/photos\n  "
+        "accelerate launch --num_processes 8 -m hf_decayed.cli train uvit --recipe imagenet256_large",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("script", choices=scripts, metavar="SCRIPT", help=f"one of {', '.join(scripts)}")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="FLAGS", help="of the script")
+    parser.set_defaults(run=run_train)
+
+
+def run_train(options) -> str:
+    script = training_scripts()[options.script]
+    sys.argv = [str(script), *options.arguments]
+    sys.path.insert(0, str(script.parent))  # as `python script.py` does
+    runpy.run_path(str(script), run_name="__main__")
+    return ""
+
+
+def training_scripts() -> dict[str, Path]:
+    """The scripts by name: inside of the package where it was installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).parent
+    folder = next(folder for folder in (package / "training", package.parent / "training") if folder.is_dir())
+    scripts = sorted(folder.glob("*.py"))
+    return {path.stem: path for path in scripts if "script_main(main)" in path.read_text(encoding="utf-8")}
 
 
 def add_convert(commands):
@@ -175,7 +212,9 @@ def add_report(commands):
     parser.add_argument("--num_clusters", type=positive_int, default=27, help="of patches (default: %(default)s)")
     parser.add_argument("--batch_size", type=positive_int, default=64)
     parser.add_argument("--seed", type=non_negative_int, default=0)
-    parser.add_argument("--cpu_threads", type=positive_int, help="by default all cores")
+    parser.add_argument(
+        "--cpu_threads", type=positive_int, help="by default OMP_NUM_THREADS, else chosen by a short trial"
+    )
     parser.add_argument(
         "--features_dir", default="outputs/features", metavar="DIR", help="cache of features (default: %(default)s)"
     )
@@ -239,6 +278,41 @@ def run_latents(options) -> str:
         raise UserError("--on_bad_image skip: the images of level 1 and the latents above must stay in step.")
     names = [name for name in inspect.signature(precompute_latents).parameters if name in options]
     return precompute_latents(source=data_arguments(options), **{name: getattr(options, name) for name in names})
+
+
+def add_features(commands):
+    parser = commands.add_parser(
+        "features",
+        help="write the features of a folder of images to a file",
+        description="Writes one feature of every image, with its name and label, to a safetensors or parquet file.",
+        epilog="examples:\n  hf-decayed features photos --model outputs/mae --output features.safetensors\n  hf-decayed features "
+        "photos --model facebook/dinov2-base --feature last.cls --output features.parquet",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "images", metavar="FOLDER", help="folder of images, also by class; or parquet, arrow, WebDataset tar files"
+    )
+    parser.add_argument("--model", required=True, metavar="MODEL", help="folder or repository of a vision encoder")
+    parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .safetensors or .parquet")
+    parser.add_argument(
+        "--feature",
+        metavar="LAYER.POOLING",
+        help="a number or last, and cls, mean, patch_mean or pooler; by default the model's own pooling of the last layer",
+    )
+    parser.add_argument("--batch_size", type=positive_int, default=64)
+    parser.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop", help="that cannot be decoded")
+    parser.add_argument(
+        "--cpu_threads", type=positive_int, help="by default OMP_NUM_THREADS, else chosen by a short trial"
+    )
+    parser.add_argument("--revision", help="of the repository; pin it when you trust its code")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    parser.set_defaults(run=run_features)
+
+
+def run_features(options) -> str:
+    from .evaluation.feature_files import write_features
+
+    return write_features(**command_arguments(options))
 
 
 def add_sample(commands):

@@ -8,16 +8,61 @@ import json
 import math
 import os
 import re
+import sys
+import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import torch
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a wrong argument in one line; `--help` explains the rest."""
+    """Reports a wrong argument in one line; `--help` explains the rest, with defaults.
+
+    `--some-flag` is `--some_flag`. A flag that does not exist is refused with the nearest that does.
+    """
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+    def parse_known_args(self, args=None, namespace=None):
+        known = self._option_string_actions
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            flag, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+            underscored = "--" + flag[2:].replace("-", "_")
+            words.append(underscored + equals + value if flag not in known and underscored in known else word)
+        return super().parse_known_args(words, namespace)
+
+    def parse_args(self, args=None, namespace=None):
+        options, unknown = self.parse_known_args(args, namespace)
+        self.refuse_unknown(unknown)
+        return options
+
+    def refuse_unknown(self, words: list[str]) -> None:
+        """Ends with an error if there are words that no argument takes."""
+        if not words:
+            return
+        flag = words[0].partition("=")[0]
+        nearest = difflib.get_close_matches(flag, self._option_string_actions, 1) if flag.startswith("--") else []
+        self.error(f"there is no argument {words[0]}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+
+    def format_help(self) -> str:
+        for action in self._actions:
+            help = action.help or ""
+            told = action.default in (None, argparse.SUPPRESS, False, []) or "default" in help
+            if not told and help != argparse.SUPPRESS:
+                action.help = f"{help} (default: %(default)s)".strip()
+        return super().format_help()
+
+
+class CommandParser(OneLineParser):
+    """Parser of a command of several: refuses what it does not know itself, because it alone knows its flags."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        options, unknown = super().parse_known_args(args, namespace)
+        self.refuse_unknown(unknown)
+        return options, unknown
 
 
 def number(
@@ -67,15 +112,61 @@ def boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def set_cpu_threads(accelerator, threads: int | None = None) -> None:
-    """On a CPU, sets the threads of this process; by default the cores divided by the processes of `accelerator`.
+def set_cpu_threads(accelerator, threads: int | None = None) -> str | None:
+    """On a CPU, sets the threads of this process and returns why there are so many: "1 thread: ..."; else `None`.
 
-    Accelerate's launcher gives every process one thread.
+    By default as many as `OMP_NUM_THREADS` says. Where nothing is said: the cores divided by the processes of `accelerator`,
+    or, for one process, one thread if a short trial is faster with it, as on a busy machine.
     """
-    if accelerator.device.type == "cpu":
-        if threads is None:
-            threads = max(1, (os.cpu_count() or 1) // accelerator.num_processes)
-        torch.set_num_threads(threads)
+    if accelerator.device.type != "cpu":
+        return None
+    share, trial = max(1, count_cores() // accelerator.num_processes), {}
+    if threads is not None:
+        reason = "as asked for"
+    elif (threads := threads_of_environment()) is not None:
+        reason = "by OMP_NUM_THREADS"
+    elif accelerator.num_processes > 1 or share == 1:
+        threads, reason = share, "the cores divided by the processes"
+    else:
+        trial = time_thread_counts([1, share])
+        threads = min(trial, key=lambda count: trial[count])
+        reason = "by trial, " + ", ".join(f"{count}: {1000 * seconds:.1f} ms" for count, seconds in trial.items())
+    torch.set_num_threads(threads)
+    return f"{threads} thread{'s' if threads > 1 else ''} ({reason})"
+
+
+def count_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of_environment() -> int | None:
+    """`OMP_NUM_THREADS`, if the user has set it: launchers set it to 1 for the processes that they start."""
+    launchers = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    variables = dict(os.environ)
+    if launchers:
+        try:  # what the launcher itself was started with; systems without this file do not tell
+            text = Path(f"/proc/{os.getppid()}/environ").read_text(errors="replace")
+            variables = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
+        except OSError:
+            return None
+    number = variables.get("OMP_NUM_THREADS", "")
+    return int(number) if number.isdecimal() and int(number) > 0 else None
+
+
+def time_thread_counts(counts: list[int], rounds: int = 5) -> dict[int, float]:
+    """Median seconds of a small training step with each number of threads, taken in turns."""
+    with torch.random.fork_rng(devices=[]):
+        layers = torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.GELU(), torch.nn.Linear(512, 128))
+        inputs = torch.randn(2048, 128)
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(rounds + 1):
+        for count in counts:
+            torch.set_num_threads(count)
+            start = time.perf_counter()
+            layers(inputs).square().mean().backward()
+            seconds[count].append(time.perf_counter() - start)
+    return {count: sorted(values[1:])[rounds // 2] for count, values in seconds.items()}  # the first warms up
 
 
 def shortcut_decay(text: str) -> float | str:

@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
     "DecayedViTMAEForImageClassification",
     "DecayedViTMAEForPreTraining",
     "DecayedViTMAEModel",
+    "GreyImageProcessor",
     "HierarchicalLatentConfig",
     "HierarchicalLatentEncoder",
     "LatentIntrinsicsModel",

@@ -70,7 +70,9 @@ def build_parser() -> OneLineParser:
         "--features_dir", type=Path, default=Path("outputs/features"), help="cache of features (default: %(default)s)"
     )
     parser.add_argument(
-        "--cpu_threads", type=positive_int, help="per process; by default the cores divided by the processes"
+        "--cpu_threads",
+        type=positive_int,
+        help="per process; by default OMP_NUM_THREADS, else chosen by a short trial",
     )
     data = add_data_arguments(parser)
     data.add_argument("--max_train_samples", type=positive_int)
