@@ -172,7 +172,7 @@ def test_attributes_of_other_tools_may_be_set_and_are_saved(tmp_path):
     for config in (DecayedViTMAEConfig(**TINY_SIZES), DecayedResNetConfig()):
         others = [name for name in names if not name.startswith("_") and not hasattr(config, name)]
         for name in others:
-            setattr(config, name, 1)
+            setattr(config, name, None)
         config.validate()
     config = DecayedViTMAEConfig(**TINY_SIZES)
     config.merge_size = 2
