@@ -38,7 +38,14 @@ from hf_decayed.errors import DataError, UserError, format_error
 from hf_decayed.models.image_processing_decayed import default_image_processor
 from hf_decayed.provenance import sanitized_command
 from hf_decayed.run.arguments import ScriptParser, add_run_arguments, add_training_arguments
-from hf_decayed.run.checkpoints import find_checkpoint, find_damage, random_state, save_checkpoint, set_random_state
+from hf_decayed.run.checkpoints import (
+    find_checkpoint,
+    find_damage,
+    random_state,
+    save_checkpoint,
+    saved_threads,
+    set_random_state,
+)
 from hf_decayed.run.monitors import RepresentationMonitor, class_turns
 from hf_decayed.run.optimization import ema_with_warmup, is_scaler_warmup
 from hf_decayed.run.records import MetricsFile, read_metrics
@@ -451,6 +458,28 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(state, model, sentence, 
         assert sentence in str(raised.value) and len(str(raised.value)) < 400
     finally:
         run.lock.release()
+        for number, handler in handlers.items():  # a run takes signals for itself
+            signal.signal(number, handler)
+
+
+def test_a_resumed_run_has_the_threads_of_its_checkpoint(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for step, state in ((1, {"cpu_threads": 3}), (2, {"cpu_threads": 2}), (3, None)):
+        (folder / f"step-{step:08d}").mkdir(parents=True)
+        text = "damaged" if state is None else json.dumps(state)
+        (folder / f"step-{step:08d}" / "state.json").write_text(text)
+    assert saved_threads("latest", folder) == 2 and saved_threads(str(folder / "step-00000001"), folder) == 3
+    assert saved_threads("latest", tmp_path) is None
+    parser = example_parser(tmp_path)
+    flags = ["--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = torch.get_num_threads()
+    try:
+        run = Run(parser.run_options(parser.parse(flags)[0]), kind="example")
+        run.lock.release()
+        assert torch.get_num_threads() == 2 and run.threads == "2 threads (as asked for)"
+    finally:
+        torch.set_num_threads(before)
         for number, handler in handlers.items():  # a run takes signals for itself
             signal.signal(number, handler)
 

@@ -247,7 +247,9 @@ def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, ema
         "--mixed_precision", choices=["no", "bf16", "fp16"], help="accelerate's own setting if not given"
     )
     training.add_argument(
-        "--cpu_threads", type=positive_int, help="per process; the cores divided by the processes if not given"
+        "--cpu_threads",
+        type=positive_int,
+        help="per process; by default OMP_NUM_THREADS, else chosen by a short trial",
     )
     training.add_argument("--compile", type=boolean, default=False)
     return training

@@ -93,6 +93,17 @@ def find_checkpoint(requested: str, folder: Path) -> Path | None:
     return None
 
 
+def saved_threads(requested: str, folder: Path) -> int | None:
+    """CPU threads of the run that is resumed: rounding depends on their number, and the end of a run must not."""
+    for path in [Path(requested)] if requested != "latest" else sorted(folder.glob("step-*"), reverse=True):
+        try:
+            threads = read_checkpoint_state(path)["cpu_threads"]
+        except (OSError, ValueError, KeyError, TypeError):  # damaged, which is told when it is loaded
+            continue
+        return threads if isinstance(threads, int) and threads > 0 else None
+    return None
+
+
 def read_checkpoint_state(path: Path) -> dict:
     """The JSON values of a checkpoint: its step, the signature of its run, counters."""
     return json.loads((path / STATE).read_text())

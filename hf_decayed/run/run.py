@@ -22,6 +22,7 @@ import math
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 from transformers import ImageProcessingMixin, PreTrainedModel
 
-from ..command_line import set_cpu_threads
+from ..command_line import count_cores, set_cpu_threads
 from ..data.datasets import EpochBatchSampler, identity_collate
 from ..data.keyed_random import batch_generator
 from ..errors import UserError, format_error
@@ -57,6 +58,7 @@ from .checkpoints import (
     load_random_state,
     read_checkpoint_state,
     save_checkpoint,
+    saved_threads,
     scatter_state,
 )
 from .optimization import ema_with_warmup, is_scaler_warmup
@@ -91,13 +93,17 @@ class Run:
             log_with=None if options.report_to == "none" else options.report_to,
             project_config=ProjectConfiguration(str(options.output_dir), str(options.output_dir / "trackers")),
         )
-        set_cpu_threads(self.accelerator, options.cpu_threads)
+        threads = options.cpu_threads
+        if threads is None and options.resume_from_checkpoint:
+            threads = saved_threads(options.resume_from_checkpoint, options.output_dir / "checkpoints")
+        self.threads = set_cpu_threads(self.accelerator, threads)
         set_seed(options.seed)
         self.device, self.print = self.accelerator.device, self.accelerator.print
         self.is_main_process, self.num_processes = self.accelerator.is_main_process, self.accelerator.num_processes
         self.sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         self.print(
             f"{self.num_processes} process(es) on {self.device.type}, precision {self.accelerator.mixed_precision}"
+            + (f", {self.threads}" if self.threads else "")
         )
         self.check_batch_size(options.batch_size)
         if not options.overwrite_output_dir and not options.resume_from_checkpoint:
@@ -285,7 +291,7 @@ class Run:
     def loader(self, images):
         options, parts = self.options, self.options.gradient_accumulation_steps
         settings: dict[str, object] = {
-            "num_workers": options.num_workers if images.uses_workers else 0,
+            "num_workers": min(options.num_workers, count_cores()) if images.uses_workers else 0,
             "pin_memory": self.device.type == "cuda",
             "generator": torch.Generator(),  # its own: starting to iterate must not advance the one of dropout
             "worker_init_fn": ignore_signals,
@@ -299,7 +305,7 @@ class Run:
             )
             return self.accelerator.prepare(loader)
         # Accelerate lets one process read a stream and hands out the shares. Resuming reads again what was seen.
-        settings["num_workers"] = min(options.num_workers, images.num_shards)
+        settings["num_workers"] = min(options.num_workers, count_cores(), images.num_shards)
         loader = torch.utils.data.DataLoader(
             images, batch_size=options.batch_size // parts, drop_last=True, **settings
         )
@@ -437,6 +443,7 @@ class Run:
             "skipped_steps": self.skipped_steps,
             "bad_images": self.count_bad_images() - self.images.bad_images,
             "seconds": self.earlier_seconds + time.time() - self.start_time,
+            "cpu_threads": torch.get_num_threads() if self.device.type == "cpu" else None,
         }
         parts = {name: self.state_of(part) for name, part in self.parts.items()}
         folder = self.options.output_dir / "checkpoints"
@@ -499,6 +506,7 @@ class Run:
             "processes": self.num_processes,
             "precision": self.accelerator.mixed_precision,
             "hardware": describe_hardware(self.accelerator),
+            "threads": self.threads,
             "versions": versions(),
         }
 
@@ -601,5 +609,18 @@ def script_main(main: Callable[[], None]) -> None:
         print(f"{name}: stopped by {error or 'SIGINT'} before the first step; nothing was changed", file=sys.stderr)
         sys.exit(130)
     except (UserError, StrictDataclassError, ValueError, OSError) as error:
-        print(f"{name}: {format_error(error)}", file=sys.stderr)
+        sentence = f"{name}: {format_error(error)}"
+        print(sentence, file=sys.stderr)
+        repeat_after_launcher(sentence)
         sys.exit(2)
+
+
+def repeat_after_launcher(sentence: str) -> None:
+    """Under `accelerate launch`, which ends with a traceback of its own, says the sentence again below that.
+
+    A process of the shell waits for the end of the launcher, which is this one's parent.
+    """
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ or os.environ.get("RANK", "0") != "0" or os.name != "posix":
+        return
+    wait = 'while case "$(ps -o stat= -p $0)" in ""|Z*) false;; esac; do sleep 0.1; done; printf "%s\\n" "$1" >&2'
+    subprocess.Popen(["sh", "-c", wait, str(os.getppid()), sentence], stdout=subprocess.DEVNULL)
