@@ -107,7 +107,7 @@ def training_scripts() -> dict[str, Path]:
     package = Path(__file__).parent
     folder = next(folder for folder in (package / "training", package.parent / "training") if folder.is_dir())
     scripts = sorted(folder.glob("*.py"))
-    return {path.stem: path for path in scripts if "script_main(main)" in path.read_text(encoding="utf-8")}
+    return {path.stem: path for path in scripts if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")}
 
 
 def add_convert(commands):

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel, __version__, command_line
 from hf_decayed.cli import main, training_scripts
 from hf_decayed.command_line import OneLineParser, count_cores, set_cpu_threads, time_thread_counts
+from hf_decayed.evaluation.arguments import QUICK_IMAGES, parse_arguments
 
 
 def error_of(capsys, call, *arguments) -> str:
@@ -160,3 +161,15 @@ def test_errors_under_accelerate_end_with_our_sentence(tmp_path):
     )
     assert result.returncode != 0 and "CalledProcessError" in result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("mae.py: There is nothing at ")
+
+
+def test_a_first_look_evaluates_a_part_of_the_bundled_images(tmp_path):
+    DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES)).save_pretrained(tmp_path)
+    first_look = parse_arguments([str(tmp_path)])
+    assert (first_look.max_train_samples, first_look.max_eval_samples) == QUICK_IMAGES
+    whole = [["--features", "last.mean"], ["--metrics", "knn"], ["--dataset_path", "photos"]]
+    for flags in whole:
+        options = parse_arguments([str(tmp_path), *flags])
+        assert options.max_train_samples is None and options.max_eval_samples is None
+    options = parse_arguments([str(tmp_path), "--max_eval_samples", "50"])
+    assert options.max_train_samples is None and options.max_eval_samples == 50

@@ -173,7 +173,7 @@ def test_attributes_of_other_tools_may_be_set_and_are_saved(tmp_path):
         others = [name for name in names if not name.startswith("_") and not hasattr(config, name)]
         for name in others:
             setattr(config, name, None)
-        config.validate()
+        config.validate_field_names()
     config = DecayedViTMAEConfig(**TINY_SIZES)
     config.merge_size = 2
     config.save_pretrained(tmp_path)

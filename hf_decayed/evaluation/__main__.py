@@ -51,7 +51,8 @@ def evaluate(arguments: list[str] | None = None) -> str:
     if skipped:
         numbers = ", ".join(f"{number} of {split}" for split, number in skipped.items())
         lines.append(f"skipped {sum(skipped.values())} images that cannot be decoded: {numbers}")
-    lines.append(f"{options.output}: protocol {results['protocol_hash']}, {results['seconds']:.0f} s")
+    parts = "".join(f", {part} {seconds:.0f} s" for part, seconds in results.get("seconds_by_part", {}).items())
+    lines.append(f"{options.output}: protocol {results['protocol_hash']}, {results['seconds']:.0f} s{parts}")
     lines += save_pictures(options.output.with_suffix(".png"), results)
     return "\n".join(lines)
 

@@ -14,12 +14,15 @@ from ..command_line import (
     positive_int,
 )
 from ..data.arguments import add_data_arguments
+from ..data.sources import bundled_variant
 from .blocks import NOISE_LEVELS
 from .dense import DENSE_METRICS
 from .encoders import ENCODER_METRICS, FEATURE_METRICS, POOLED_METRICS
 from .generation import SAMPLE_METRICS
 from .linear_probe import PROTOCOLS
 
+
+QUICK_IMAGES = 2000, 1000  # of the bundled training and held-out images
 
 DESCRIPTION = """\
 Evaluates a model: the features of an encoder or a diffusion model, or the samples of a pipeline.
@@ -31,6 +34,7 @@ MODEL is one of
     its samples; or, by --metrics knn,linear,rank, the features of every block at every noise level, with a heat map;
   a folder or .npz file of samples.
 
+Without --features, --metrics and flags of data, an encoder is evaluated on a part of the bundled images, for a first look.
 Prints a table, and writes it as JSON with everything that the numbers depend on. Features and samples are cached: a second
 evaluation, or one after an interruption, computes only what is missing."""
 EXAMPLES = """\
@@ -166,6 +170,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "pipeline": (*POOLED_METRICS, *DENSE_METRICS, *SAMPLE_METRICS),
         "samples": SAMPLE_METRICS,
     }[options.kind]
+    limits = (options.max_train_samples, options.max_eval_samples)
+    if options.kind == "encoder" and options.metrics is None and options.features is None and limits == (None, None):
+        if (
+            bundled_variant(options.dataset_name, options.dataset_path) is not None
+        ):  # a first look, in less than a minute
+            options.max_train_samples, options.max_eval_samples = QUICK_IMAGES
     if options.metrics is None:
         options.metrics = list(FEATURE_METRICS if options.kind == "encoder" else SAMPLE_METRICS)
     unknown = set(options.metrics) - set(known)

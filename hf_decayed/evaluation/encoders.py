@@ -1,6 +1,7 @@
 """Evaluation of an encoder's pooled features: kNN, linear probe, effective rank, with raw pixels as a baseline."""
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -175,6 +176,7 @@ def evaluate_features(
         "dtype": source.dtype,
         "columns": [splits.image_column, splits.label_column],
     }
+    started = time.perf_counter()
     datasets, features = {"train": splits.train, "test": splits.held_out}, {}
     if "invariance" in metrics.names:
         datasets["other_views"] = splits.other_views
@@ -194,12 +196,17 @@ def evaluate_features(
             f"features of {split.replace('_', ' ')}",
         )
     train, test = features["train"], features["test"]
+    extracted = time.perf_counter()
     rows = {}
     if accelerator.is_main_process:
         for name in (["pixels"] if pixels else []) + source.names:
             other_views = features.get("other_views", {}).get(name)
             rows[name] = metrics.compute(train[name], train["labels"], test[name], test["labels"], other_views)
-    return describe_results(source, splits, metrics.protocol(), datasets, features, rows, accelerator)
+    seconds = {"features": extracted - started, "metrics": time.perf_counter() - extracted}
+    return {
+        **describe_results(source, splits, metrics.protocol(), datasets, features, rows, accelerator),
+        "seconds_by_part": {part: round(value, 1) for part, value in seconds.items()},
+    }
 
 
 def describe_results(
