@@ -162,6 +162,14 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
                 "Sampling: 50 steps, batch 1, small network",
             ],
         ),
+        (
+            "nested",
+            ["--batch_size", 1],
+            [
+                "U-ViT-S: a step of all levels, batch 1",
+                "Caching latents of 1 photographs and mirror images, ViT-Ti/16 on 5 crops of each",
+            ],
+        ),
     ],
 )
 def test_benchmark_runs(name, flags, titles, tmp_path):

@@ -140,7 +140,7 @@ def test_a_checkpoint_is_what_a_repository_may_hold(name):
 
 
 def test_all_checkpoints_are_small_together():
-    assert sum(path.stat().st_size for name in CHECKPOINTS for path in (CARDS / name).rglob("*")) <= 65e6
+    assert sum(path.stat().st_size for name in CHECKPOINTS for path in (CARDS / name).rglob("*")) <= 80e6
 
 
 def test_the_lines_of_the_cards_run_without_the_package_and_without_a_network(tmp_path):
@@ -157,7 +157,8 @@ def test_the_lines_of_the_cards_run_without_the_package_and_without_a_network(tm
     shapes = dict(line.split(" ", 1) for line in run.stdout.splitlines())
     assert list(shapes) == CHECKPOINTS
     for name, shape in shapes.items():
-        config = json.loads(next((CARDS / name).glob("**/config.json")).read_text())
+        configs = sorted((CARDS / name).glob("**/config.json"), key=lambda path: path.parent.name != "level_1")
+        config = json.loads(configs[0].read_text())  # of a chain, that of its first level
         expected = (1, config["hidden_size"]) if "mae" in name else (config["sample_size"], config["sample_size"])
         assert shape == str(expected)
 

@@ -68,18 +68,21 @@ def sampling_step(size: str, options: argparse.Namespace) -> dict:
 
 
 def build_chain(num_levels: int, size: str, options: argparse.Namespace) -> NestedDiffusionPipeline:
-    levels = dissertation_levels(num_levels)
-    networks = {
-        f"level_{level}": NestedUViT2DModel.for_level(levels, level, size).to(options.device).eval()
-        for level in range(1, num_levels + 1)
-    }
+    levels, networks = dissertation_levels(num_levels), {}
+    for level in range(1, num_levels + 1):
+        with torch.device("meta"):
+            network = NestedUViT2DModel.for_level(levels, level, size)
+        network.to_empty(device=options.device)
+        for parameter in network.parameters():  # faster than the initial values of training, for a billion weights
+            parameter.uniform_(-0.02, 0.02)
+        networks[f"level_{level}"] = network.eval()
     pipeline = NestedDiffusionPipeline(DPMSolverMultistepScheduler(), **networks)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def cached_latents(options: argparse.Namespace) -> dict:
-    """Latents of two levels of photographs, and the calls of the encoder in it: for an image and its four crops."""
+    """Latents of two levels of photographs and their mirror images, and the encoder's calls in it: 5 crops of each."""
     number = options.batch_size or 16
     config = ViTConfig(hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768)
     network = ViTModel(config, add_pooling_layer=False).eval()
@@ -94,9 +97,9 @@ def cached_latents(options: argparse.Namespace) -> dict:
 
         def run():
             with tempfile.TemporaryDirectory(dir=folder) as cache:
-                cache_nested_latents(encoder, splits, cache, accelerator, mirrored=False, batch_size=8)
+                cache_nested_latents(encoder, splits, cache, accelerator, batch_size=8)
 
-        title = f"Caching the latents of {number} photographs, ViT-Ti/16 on 5 crops of 224 pixels"
+        title = f"Caching latents of {number} photographs and mirror images, ViT-Ti/16 on 5 crops of each"
         return compare_part(
             title, "the encoder's calls", "decoding, encoding, SVD, files", run, stopwatch, number, options
         )
