@@ -167,7 +167,7 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
             ["--batch_size", 1],
             [
                 "U-ViT-S: a step of all levels, batch 1",
-                "Caching latents of 1 photographs and mirror images, ViT-Ti/16 on 5 crops of each",
+                "Caching latents of 16 photographs and mirror images, ViT-Ti/16 on 5 crops of each",
             ],
         ),
     ],

@@ -83,7 +83,7 @@ def build_chain(num_levels: int, size: str, options: argparse.Namespace) -> Nest
 
 def cached_latents(options: argparse.Namespace) -> dict:
     """Latents of two levels of photographs and their mirror images, and the encoder's calls in it: 5 crops of each."""
-    number = options.batch_size or 16
+    number = 16  # the SVD needs more than its channels
     config = ViTConfig(hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768)
     network = ViTModel(config, add_pooling_layer=False).eval()
     encoder = HierarchicalLatentEncoder.from_encoder(network, [(1, 8), (2, 4)], 224).to(options.device).eval()
