@@ -950,8 +950,10 @@ def test_report_of_chains_and_single_networks(tmp_path, monkeypatch, capsys):
     (tmp_path / "single" / "results.json").write_text(json.dumps({**results, "seed": 0}))
     command = ["nested_report.py", *(str(tmp_path / f"chain_{seed}") for seed in (0, 1)), "--single"]
     command += [str(tmp_path / "single"), "--num", "12", "--num_latents", "2", "--sample_steps", "2"]
-    monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "report.json")])
+    command += ["--picture", str(tmp_path / "variations.png"), "--output", str(tmp_path / "report.json")]
+    monkeypatch.setattr(sys, "argv", command)
     nested_report.main()
+    assert Image.open(tmp_path / "variations.png").width > 7 * 16
     report = json.loads((tmp_path / "report.json").read_text())
     assert list(report["results"]) == ["chain_0", "chain_1", "single", "held_out_images"]
     first = report["results"]["chain_0"]

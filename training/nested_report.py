@@ -36,6 +36,7 @@ from hf_decayed.evaluation.nested import (
 )
 from hf_decayed.evaluation.sampling import load_pipeline
 from hf_decayed.kinds import read_json
+from hf_decayed.plots import save_grid
 from hf_decayed.provenance import pipeline_fingerprint, sanitized_command, versions
 from hf_decayed.run import script_main
 
@@ -47,6 +48,9 @@ def parse_arguments(arguments=None):
     parser.add_argument("chains", nargs="+", metavar="FOLDER", help="pipelines of training/nested.py")
     parser.add_argument("--single", nargs="*", default=[], metavar="FOLDER", help="pipelines of training/uvit.py")
     parser.add_argument("--output", type=Path, default=Path("outputs/nested_report.json"))
+    parser.add_argument(
+        "--picture", type=Path, help="PNG of the first chain: held-out images, and samples with their top latent"
+    )
     parser.add_argument("--num", type=positive_int, default=500, help="samples, and held-out images")
     parser.add_argument("--num_latents", type=positive_int, default=20, help="top latents, with ten samples each")
     parser.add_argument("--sample_steps", type=positive_int, default=20)
@@ -97,6 +101,22 @@ def judge_chain(pipeline, options, held_out: torch.Tensor, encode) -> dict:
         **oracle_reconstruction(pipeline, held_out, seed=options.seed, **settings),
         **group_neighbours(encode(images, list(range(len(images))))["features"], groups),
     }
+
+
+def draw_variations(pipeline, images: torch.Tensor, path: Path, seed: int, steps: int, rows: int = 6) -> None:
+    """A picture with an image at the start of every row, followed by samples that have its top latent."""
+    titles = ["image", *["variation"] * 6]
+    chosen = images[:: max(1, len(images) // rows)][:rows]
+    samples = pipeline.vary(
+        chosen,
+        from_level=pipeline.num_levels,
+        num_images=len(titles) - 1,
+        num_inference_steps=steps,
+        generator=image_generators(seed, range(len(chosen) * (len(titles) - 1))),
+        output_type="pt",
+    ).images
+    grid = torch.cat([chosen.unsqueeze(1), samples.float().cpu().unflatten(0, (len(chosen), -1))], dim=1).flatten(0, 1)
+    save_grid(path, grid.permute(0, 2, 3, 1).numpy(), titles)
 
 
 def latent_knn_accuracy(latent_encoder, splits, number: int) -> float | None:
@@ -197,6 +217,8 @@ def main():
         record = {"fingerprint": pipeline_fingerprint(pipeline), **training_record(folder, is_chain)}
         record |= score(samples, real)
         if is_chain:
+            if options.picture and not results:
+                draw_variations(pipeline, held_out, options.picture, options.seed, options.sample_steps)
             record["sigmas"] = list(pipeline.level_1.config.condition_sigmas)
             record |= judge_chain(pipeline, options, held_out, next(iter(feature_nets.values()))[0])
             latents = pipeline.latent_encoder.config.fingerprint
