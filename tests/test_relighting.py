@@ -37,6 +37,7 @@ from hf_decayed.evaluation.relighting import (
     correct_colours,
     light_consistency,
     read_iiw_judgements,
+    reference_leakage,
     relighting_errors,
     whdr,
 )
@@ -692,6 +693,16 @@ def test_colour_correction_is_exact_for_a_scaled_copy():
         correct_colours(scaled, target, "hue")
     with pytest.raises(ValueError, match="one shape"):
         relighting_errors(scaled, target[:1])
+
+
+def test_leakage_is_where_the_reference_has_edges():
+    target, reference = torch.zeros(2, 3, 24, 24), torch.zeros(2, 3, 24, 24)
+    reference[:, :, :, 12:] = 1.0
+    leaked = 0.1 * F.pad(reference.diff(dim=3).abs(), (0, 1))
+    assert reference_leakage(target + leaked, target, reference) == pytest.approx(1.0)
+    assert abs(reference_leakage(target + 0.1 * torch.rand(2, 3, 24, 24), target, reference)) < 0.15
+    with pytest.raises(ValueError, match="Images must have one shape"):
+        reference_leakage(target, target, reference[:1])
 
 
 def test_albedo_error_forgives_the_scale():

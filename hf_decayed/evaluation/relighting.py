@@ -75,6 +75,22 @@ def correct_colours(
     return 2 * factor * intensity - 1
 
 
+def reference_leakage(relit: torch.Tensor, target: torch.Tensor, reference: torch.Tensor) -> float:
+    """Whether the reference's scene shows in relit images: correlation of their error with its edges, mean over images.
+
+    Near 0 if only the light passes, since edges of another scene say nothing of where errors are.
+
+    Args:
+        relit, target, reference (`torch.Tensor` of shape `(number, 3, height, width)`): Images in [-1, 1].
+    """
+    check_pair(relit, target)
+    check_pair(reference, target)
+    error = (relit - target).abs().mean(dim=1)[:, :-1, :-1]
+    edges = (reference.diff(dim=2)[..., :-1].abs() + reference.diff(dim=3)[:, :, :-1].abs()).mean(dim=1)
+    error, edges = (values.flatten(1) - values.flatten(1).mean(dim=1, keepdim=True) for values in (error, edges))
+    return F.cosine_similarity(error, edges, dim=1).mean().item()
+
+
 def albedo_error(albedo: torch.Tensor, true_albedo: torch.Tensor) -> float:
     """RMSE of albedos after the best factor for each image, which no method can know; mean over images.
 

@@ -17,7 +17,7 @@ from ..data.relighting_folders import (
     relighting_examples,
 )
 from ..errors import UserError, format_error
-from ..evaluation.relighting import albedo_error, light_consistency, relighting_errors
+from ..evaluation.relighting import albedo_error, light_consistency, reference_leakage, relighting_errors
 from ..losses.coding_rate import coding_rate, uniform_coding_rate
 from ..losses.relighting import invariance_loss
 from ..models.modeling_decayed_vit_mae import DecayedViTMAEBackbone
@@ -142,6 +142,7 @@ class RelightingMonitor:
             self.albedo = model.decode(codes[0].intrinsics, codes[1].light, alpha=0.0).float().cpu()
         metrics = self.baselines | named_errors("relit", self.relit, examples.target)
         metrics |= named_errors("wrong_reference", wrongly_relit, examples.target)
+        metrics["reference_leakage"] = reference_leakage(self.relit, examples.target, examples.reference)
         if examples.albedo is not None:
             metrics["albedo_error"] = albedo_error(intensities(self.albedo), examples.albedo)
             metrics["albedo_error_of_input"] = albedo_error(intensities(examples.image), examples.albedo)
