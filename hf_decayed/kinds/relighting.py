@@ -51,6 +51,8 @@ KIND = Kind(
     pictures={"samples.png": "input, reference, relit, truth, albedo, true albedo, of held-out scenes"},
     metrics={
         "relit_rmse": "RMSE of relit images, in [-1, 1]",
+        "wrong_reference_rmse": "the same with a reference of another light",
+        "mean_light_rmse": "the same of the scene averaged over all lights, which ignores the reference",
         "copy_rmse": "the same of the unchanged image",
         "relit_rmse_corrected": "RMSE of relit images after colour correction",
         "copy_rmse_corrected": "the same of the unchanged image",
