@@ -118,6 +118,8 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         training=training_text(results),
         evaluations=sections,
         limits=f"{saved_class.limits} {METHOD} {BIAS}" if model.kind.has_shortcuts else f"{saved_class.limits} {BIAS}",
+        paper=model.kind.paper,
+        citation=model.kind.citation,
         licence=f"Weights: {licence or 'no licence was given'}. Code: Apache-2.0.",
     )
 

@@ -22,6 +22,15 @@ class SavedClass:
     loaders: tuple[str, ...]
 
 
+DECAY_CITATION = """\
+@inproceedings{zhang2026residual,
+  title     = {Residual Connections Harm Generative Representation Learning},
+  author    = {Zhang, Xiao and Jiang, Ruoxi and Gao, William and Willett, Rebecca and Maire, Michael},
+  booktitle = {Conference on Computer Vision and Pattern Recognition (CVPR)},
+  year      = {2026}
+}"""
+
+
 @dataclass(frozen=True)
 class Kind:
     """What the rest of the package has to know about a kind of model.
@@ -40,6 +49,8 @@ class Kind:
         network (`str`, *optional*): Component of a pipeline that was trained: `unet`, `transformer`.
         has_shortcuts (`bool`, defaults to `True`): Whether the config has `shortcut_decay`.
         pictures (`Mapping[str, str]`): Pictures that the script writes beside the model, with their captions.
+        paper (`str`): Of the method, as its number on arXiv.
+        citation (`str`): The same in BibTeX.
         metrics (`Mapping[str, str]`): Metrics in `results.json` that only this kind has, with their names in the card.
         pipelines (`tuple[str, ...]`):
             Modules of transformers pipelines that are published with its models; each defines `CUSTOM_PIPELINES`.
@@ -53,6 +64,8 @@ class Kind:
     reference_output: Callable
     network: str | None = None
     has_shortcuts: bool = True
+    paper: str = "2404.10947"
+    citation: str = DECAY_CITATION
     pictures: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, str] = field(default_factory=dict)
     pipelines: tuple[str, ...] = ()

@@ -8,6 +8,14 @@ LIMITS = (
     "and saturated pixels cannot be recovered. Do not take relit images for photographs of anything."
 )
 
+CITATION = """\
+@inproceedings{zhang2024latent,
+  title     = {Latent Intrinsics Emerge from Training to Relight},
+  author    = {Zhang, Xiao and Gao, William and Jain, Seemandhar and Maire, Michael and Forsyth, David and Bhattad, Anand},
+  booktitle = {Advances in Neural Information Processing Systems (NeurIPS)},
+  year      = {2024}
+}"""
+
 
 def relighting_usage(folder: ModelFolder, name: str, results: dict) -> str:
     """One image relit as another, and without light."""
@@ -48,6 +56,8 @@ KIND = Kind(
     reference_output=relighting_output,
     network="autoencoder",
     has_shortcuts=False,
+    paper="2405.21074",
+    citation=CITATION,
     pictures={"samples.png": "input, reference, relit, truth, albedo, true albedo, of held-out scenes"},
     metrics={
         "relit_rmse": "RMSE of relit images, in [-1, 1]",
