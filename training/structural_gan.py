@@ -164,12 +164,9 @@ def main():
     augmentation = Augmentation.from_processor(
         processor, options.num_channels, **flags.augmentation_arguments(options)
     )
-    images = AdversarialImages(
-        splits.train,
-        splits.image_column,
+    images = AdversarialImages.from_splits(
+        splits,
         augmentation,
-        label_column=splits.label_column,
-        views=splits.views,
         progress=run.progress,
         latent_dim=latent_dim,
         projection_size=config.projection_size,
