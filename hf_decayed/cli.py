@@ -6,8 +6,6 @@ import runpy
 import sys
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
-
 from . import __version__
 from .command_line import (
     CommandParser,
@@ -19,7 +17,7 @@ from .command_line import (
     positive_int,
     shortcut_decay,
 )
-from .errors import format_error
+from .errors import print_error
 
 
 ABOUT = """\
@@ -67,11 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(options.run(options))
     except Exception as error:
-        # These carry a sentence; of other errors the type tells more than the text.
-        error_type = (
-            "" if isinstance(error, (ValueError, OSError, StrictDataclassError)) else f"{type(error).__name__}: "
-        )
-        print(f"hf-decayed {options.command}: {error_type}{format_error(error)}", file=sys.stderr)
+        print_error(f"hf-decayed {options.command}", error)
         return 2
     return 0
 

@@ -1,5 +1,7 @@
 """Errors that a user can fix, each told in one sentence."""
 
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,19 @@ def format_error(error: BaseException) -> str:
     if lines and lines[0].startswith("Caught "):
         lines = [lines[-1].partition(": ")[2]]
     return " ".join(" ".join(lines).split()) or type(error).__name__
+
+
+def print_error(command: str, error: BaseException, sentence: str | None = None) -> str:
+    """Prints an error of a command on standard error, in a line of its own, which is returned.
+
+    Without a `sentence`, the error's own.
+    """
+    # These carry a sentence; of other errors the type tells more than the text.
+    known = isinstance(error, (ValueError, OSError, StrictDataclassError))
+    line = f"{command}: {sentence or ('' if known else type(error).__name__ + ': ') + format_error(error)}"
+    traceback.clear_frames(error.__traceback__)  # ends loops that the error has left, and closes their progress bars
+    print(line, file=sys.stderr)
+    return line
 
 
 @contextmanager

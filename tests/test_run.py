@@ -30,6 +30,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from script_server import kill, start_script
 from torch.optim.swa_utils import AveragedModel
+from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
 from hf_decayed.data.arguments import add_data_arguments
@@ -49,7 +50,7 @@ from hf_decayed.run.checkpoints import (
 from hf_decayed.run.monitors import RepresentationMonitor, class_turns
 from hf_decayed.run.optimization import ema_with_warmup, is_scaler_warmup
 from hf_decayed.run.records import MetricsFile, read_metrics
-from hf_decayed.run.run import Run, check_signature, clear_output_dir, lock_output_dir
+from hf_decayed.run.run import Run, check_signature, clear_output_dir, lock_output_dir, script_main
 from hf_decayed.run.state_files import load_state, save_state
 
 
@@ -598,6 +599,21 @@ def test_an_error_in_a_worker_is_one_sentence_too():
         next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))
     assert format_error(raised.value) == "The image 'cat.png' cannot be decoded."
     assert format_error(ValueError("two\n lines")) == "two lines"
+
+
+def test_an_error_has_a_line_of_its_own(capsys):
+    """Below a progress bar, which the error has left open, too."""
+
+    def batches():
+        yield from tqdm(range(3), leave=False)
+
+    def main():
+        for _ in batches():
+            raise UserError("Nothing fits.")
+
+    with pytest.raises(SystemExit):
+        script_main(main)
+    assert capsys.readouterr().err.splitlines()[-1] == f"{Path(sys.argv[0]).name}: Nothing fits."
 
 
 def test_metrics_survive_a_kill_and_skipped_steps(tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor, AutoModel
 from ..command_line import set_cpu_threads
 from ..data.arguments import data_arguments
 from ..data.sources import ImageSplits, load_image_splits
-from ..errors import UserError, explain_loading_errors, format_error
+from ..errors import UserError, explain_loading_errors, format_error, print_error
 from ..provenance import pipeline_fingerprint, sanitized_command, versions
 from .arguments import parse_arguments
 from .blocks import evaluate_block_patches, evaluate_blocks
@@ -228,9 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         text = evaluate(arguments)
     except Exception as error:
-        # Our own errors are sentences; of a library's error the type may say more than its text.
-        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-        print(f"hf-decayed evaluate: {kind}{format_error(error)}", file=sys.stderr)
+        print_error("hf-decayed evaluate", error)
         return 2
     if text:
         print(text)

@@ -43,7 +43,7 @@ from transformers import ImageProcessingMixin, PreTrainedModel
 from ..command_line import count_cores, set_cpu_threads
 from ..data.datasets import EpochBatchSampler, identity_collate
 from ..data.keyed_random import batch_generator
-from ..errors import UserError, format_error
+from ..errors import UserError, format_error, print_error
 from ..hub.cards import write_card
 from ..hub.upload import create_repository, upload_run
 from ..plots import require_matplotlib, save_curves
@@ -606,12 +606,10 @@ def script_main(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt as error:
-        print(f"{name}: stopped by {error or 'SIGINT'} before the first step; nothing was changed", file=sys.stderr)
+        print_error(name, error, f"stopped by {error or 'SIGINT'} before the first step; nothing was changed")
         sys.exit(130)
     except (UserError, StrictDataclassError, ValueError, OSError) as error:
-        sentence = f"{name}: {format_error(error)}"
-        print(sentence, file=sys.stderr)
-        repeat_after_launcher(sentence)
+        repeat_after_launcher(print_error(name, error))
         sys.exit(2)
 
 
