@@ -34,6 +34,15 @@ from nothing to a repository on the Hub:
 `hf-decayed COMMAND --help` explains a command, with an example."""
 
 
+# Commands whose flags need imports that take seconds: `hf-decayed --help` shows these lines alone.
+SLOW_COMMANDS = {
+    "convert": "turn the checkpoint of another code base into ours, exactly",
+    "report": "show what the shortcuts of an encoder do, by depth",
+    "features": "write the features of a folder of images to a file",
+    "latents": "cache the latents of a nested diffusion model",
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns 0, or 2 after one line on standard error."""
     parser = OneLineParser(
@@ -44,19 +53,24 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"hf_decayed {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
-    for add_command in (
-        add_train,
-        add_convert,
-        add_evaluate,
-        add_report,
-        add_features,
-        add_latents,
-        add_sample,
-        add_segment,
-        add_card,
-        add_publish,
-    ):
-        add_command(commands)
+    words = sys.argv[1:] if arguments is None else arguments
+    named = next((word for word in words if not word.startswith("-")), None)
+    for command, add_command in {
+        "train": add_train,
+        "convert": add_convert,
+        "evaluate": add_evaluate,
+        "report": add_report,
+        "features": add_features,
+        "latents": add_latents,
+        "sample": add_sample,
+        "segment": add_segment,
+        "card": add_card,
+        "publish": add_publish,
+    }.items():
+        if command in SLOW_COMMANDS and command != named:
+            commands.add_parser(command, help=SLOW_COMMANDS[command])
+        else:
+            add_command(commands)
     options = parser.parse_args(arguments)
     options.command_words = arguments
     if options.command is None:
@@ -114,7 +128,7 @@ def add_convert(commands):
     }
     parser = commands.add_parser(
         "convert",
-        help="turn the checkpoint of another code base into ours, exactly",
+        help=SLOW_COMMANDS["convert"],
         description="Turns a checkpoint into a folder that AutoModel or DiffusionPipeline loads. Kinds:\n"
         + "\n".join(f"  {name:{max(map(len, formats))}} {text}" for name, text in formats.items()),
         epilog="examples:\n  hf-decayed convert --from vit-mae --checkpoint facebook/vit-mae-base --output decayed-vit-mae-base\n  "
@@ -168,7 +182,7 @@ def add_report(commands):
 
     parser = commands.add_parser(
         "report",
-        help="show what the shortcuts of an encoder do, by depth",
+        help=SLOW_COMMANDS["report"],
         description="Reports on the shortcuts of any vision encoder that AutoModel loads: alpha and running product, norm of "
         "every branch against its shortcut, effective rank, kNN accuracy, and what (cluster mIoU) and where (position) the "
         "patches hold, by depth. Writes report.json, report.md and report.png.",
@@ -230,7 +244,7 @@ def add_latents(commands):
 
     parser = commands.add_parser(
         "latents",
-        help="cache the latents of a nested diffusion model",
+        help=SLOW_COMMANDS["latents"],
         description="Encodes images into the latents of all levels of a nested diffusion model: fits the SVDs, and writes the "
         "cache that training/nested.py with the same flags uses, so that levels can be trained at once on several machines. "
         "A command that was stopped continues when it is repeated.",
@@ -277,7 +291,7 @@ def run_latents(options) -> str:
 def add_features(commands):
     parser = commands.add_parser(
         "features",
-        help="write the features of a folder of images to a file",
+        help=SLOW_COMMANDS["features"],
         description="Writes one feature of every image, with its name and label, to a safetensors or parquet file.",
         epilog="examples:\n  hf-decayed features photos --model outputs/mae --output features.safetensors\n  hf-decayed features "
         "photos --model facebook/dinov2-base --feature last.cls --output features.parquet",

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-import torch
-
 
 class OneLineParser(argparse.ArgumentParser):
     """Reports a wrong argument in one line; `--help` explains the rest, with defaults.
@@ -120,6 +118,8 @@ def set_cpu_threads(accelerator, threads: int | None = None) -> str | None:
     """
     if accelerator.device.type != "cpu":
         return None
+    import torch  # here and below, because `hf-decayed --help` imports this module
+
     share, trial = max(1, count_cores() // accelerator.num_processes), {}
     if threads is not None:
         reason = "as asked for"
@@ -156,6 +156,8 @@ def threads_of_environment() -> int | None:
 
 def time_thread_counts(counts: list[int], rounds: int = 5) -> dict[int, float]:
     """Median seconds of a small training step with each number of threads, taken in turns."""
+    import torch
+
     with torch.random.fork_rng(devices=[]):
         layers = torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.GELU(), torch.nn.Linear(512, 128))
         inputs = torch.randn(2048, 128)

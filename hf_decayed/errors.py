@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
-
 
 class UserError(ValueError):
     """Something that the user has to change, in one sentence that names what and how."""
@@ -19,6 +17,8 @@ class DataError(UserError):
 
 def format_error(error: BaseException) -> str:
     """One sentence without tracebacks: PyTorch wraps errors of worker processes, strict configs wrap those of validators."""
+    from huggingface_hub.errors import StrictDataclassError  # `hf-decayed --help` imports this module
+
     lines = str(error.__cause__ if isinstance(error, StrictDataclassError) else error).strip().splitlines()
     if lines and lines[0].startswith("Caught "):
         lines = [lines[-1].partition(": ")[2]]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import TINY_SIZES, random_weights
+from conftest import ROOT, TINY_SIZES, random_weights
 from diffusers import DiffusionPipeline
 from huggingface_hub import ModelCard
 from loopback_hub import serve
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, ViTImageProcessorPil, ViTMAEConfig, ViTMAEForPreTraining, ViTMAEModel
 
+import hf_decayed
 from hf_decayed import (
     DecayedViTMAEConfig,
     DecayedViTMAEForImageClassification,
@@ -486,6 +487,35 @@ def test_help(capsys):
             main([command, "--help"])
         shown = capsys.readouterr().out
         assert stopped.value.code == 0 and re.search(rf"examples?:\n(.*\n)*? .*{command} ", shown)
+
+
+COMMAND = """
+import sys
+sys.argv[0] = "bin/hf-decayed"
+from hf_decayed.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+slow = {"torch", "transformers", "diffusers", "huggingface_hub"} & sys.modules.keys()
+"""
+
+
+def test_help_and_version_import_no_library():
+    check = COMMAND + "print('slow imports:', *slow)"
+    for flag, text in (("--help", "publish "), ("--version", f"hf_decayed {hf_decayed.__version__}")):
+        done = subprocess.run(
+            [sys.executable, "-c", check, flag], capture_output=True, text=True, cwd=ROOT, check=True
+        )
+        assert text in done.stdout and done.stdout.endswith("slow imports:\n")
+
+
+@pytest.mark.slow
+def test_a_command_registers_the_models():
+    check = COMMAND + "from transformers import AutoConfig; print(AutoConfig.for_model('decayed_vit_mae').model_type)"
+    words = [sys.executable, "-c", check, "card", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.endswith("decayed_vit_mae\n")
 
 
 @pytest.mark.parametrize(
