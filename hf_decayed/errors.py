@@ -30,6 +30,8 @@ def print_error(command: str, error: BaseException, sentence: str | None = None)
 
     Without a `sentence`, the error's own.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     # These carry a sentence; of other errors the type tells more than the text.
     known = isinstance(error, (ValueError, OSError, StrictDataclassError))
     line = f"{command}: {sentence or ('' if known else type(error).__name__ + ': ') + format_error(error)}"
