@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ import time
 import evaluate
 import pytest
 import structural_gan
+import structural_gan_report
 import torch
 from conftest import ROOT, random_weights, run_script
 from diffusers import DiffusionPipeline
@@ -588,6 +591,11 @@ def test_commands_sample_from_the_pipeline(pipeline, tmp_path):
     assert len(list((tmp_path / "samples" / "images").glob("*.png"))) == 5
     record = json.loads((tmp_path / "samples" / "sampling.json").read_text())
     assert record["num_inference_steps"] == 1 and record["scheduler"] is None
+    arguments = ["evaluate", str(tmp_path / "model"), "--num_samples", "12", "--bootstraps", "2"]
+    folders = ["--samples_dir", tmp_path / "cache", "--features_dir", tmp_path / "features"]
+    assert main([*arguments, *map(str, folders), "--output", str(tmp_path / "distances.json")]) == 0
+    results = json.loads((tmp_path / "distances.json").read_text())
+    assert results["protocol"]["sampling"]["num_inference_steps"] == 1
 
 
 # Training.
@@ -794,3 +802,22 @@ def test_random_numbers_belong_to_the_image():
         assert torch.equal(both[name][1:], alone[name])
     assert not torch.equal(both["latents"][0], both["latents"][1])
     assert both["pixel_values"].abs().max() <= 1.001
+
+
+# The page.
+
+
+def test_the_page_has_the_numbers_of_the_runs():
+    page = (ROOT / "docs" / "structural_gan.md").read_text()
+    for data in structural_gan_report.DATA:
+        if structural_gan_report.read_results(data)["full"]:
+            shown = page.split(f"<!-- table structural_gan_{data} -->\n")[1].split("\n<!-- end -->")[0]
+            assert shown == structural_gan_report.table(data)
+
+
+def test_commands_of_the_page_are_understood():
+    page = (ROOT / "docs" / "structural_gan.md").read_text()
+    commands = re.findall(r"^accelerate launch training/structural_gan.py(.*)$", page, re.MULTILINE)
+    assert len(commands) >= 4
+    for flags in commands:
+        structural_gan.parse_arguments(shlex.split(flags))

@@ -1,7 +1,7 @@
 """Trains a GAN whose discriminator becomes a representation: it tells batches of images apart by their structure.
 
     accelerate launch training/structural_gan.py
-    accelerate launch training/structural_gan.py --dataset_name bundled:coloured
+    accelerate launch training/structural_gan.py --dataset_name bundled:coloured --num_channels 3
     accelerate launch training/structural_gan.py --objective hinge
     accelerate launch training/structural_gan.py --recipe cifar10 --dataset_name uoft-cs/cifar10
     accelerate launch training/structural_gan.py --resume_from_checkpoint latest
@@ -141,8 +141,7 @@ def build_networks(options) -> tuple[StructuralDiscriminatorModel, StructuralGen
             f"--batch_size {options.batch_size} is smaller than the embedding, {config.projection_size}, whose full "
             "covariance it cannot give: use a larger batch, --set projection_size=N, or --covariance diagonal."
         )
-    if options.smoothness_weight > 0:
-        check_jacobian_support(discriminator)
+    check_jacobian_support(discriminator)
     return discriminator, generator
 
 
@@ -220,7 +219,9 @@ def main():
 
     @torch.no_grad()
     def neighbour_keys(pixel_values):
-        return gather_rows(F.normalize(evaluated(pixel_values).pooler_output.float(), dim=1))
+        with run.accelerator.autocast():
+            features = evaluated(pixel_values).pooler_output
+        return gather_rows(F.normalize(features.float(), dim=1))
 
     # Loop.
     warned = None
@@ -234,12 +235,13 @@ def main():
         with run.accumulate(discriminator):
             output = discriminator(torch.cat([real, generated]))
             number = options.smoothness_images or len(real)
-            sigma = jacobian_norm(
-                embed,
-                torch.cat([real[:number], generated[:number]]),
-                directions[:number].transpose(0, 1).flatten(0, 1),
-                options.power_iterations,
-            )
+            with torch.set_grad_enabled(options.smoothness_weight > 0):  # otherwise it is measured, which costs less
+                sigma = jacobian_norm(
+                    embed,
+                    torch.cat([real[:number], generated[:number]]),
+                    directions[:number].transpose(0, 1).flatten(0, 1),
+                    options.power_iterations,
+                )
             smoothness = (sigma - options.lipschitz).square().mean()
             if options.objective == "structural":
                 real_embeds, generated_embeds = (gather_rows(rows) for rows in output.image_embeds.chunk(2))
@@ -263,11 +265,13 @@ def main():
         plain.requires_grad_(False)
         with run.accumulate(generator):
             generated = generator(latents[:, 1]).sample
-            generated_output = plain(generated)
+            with run.accelerator.autocast():
+                generated_output = plain(generated)
             if options.objective == "structural":
-                with torch.no_grad():
-                    real_embeds = gather_rows(plain(real).image_embeds)
-                generated_embeds = gather_rows(generated_output.image_embeds)
+                with torch.no_grad(), run.accelerator.autocast():
+                    real_output = plain(real)
+                real_embeds = gather_rows(real_output.image_embeds.float())
+                generated_embeds = gather_rows(generated_output.image_embeds.float())
                 generator_loss = gaussian_divergence(
                     real_embeds, generated_embeds, options.divergence, options.covariance
                 ) - options.cluster_weight * neighbour_alignment(

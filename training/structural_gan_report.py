@@ -31,8 +31,8 @@ OBJECTIVES = {
     "moments": ["--cluster_weight", "0"],
     "hinge": ["--objective", "hinge"],
 }
-FLAGS = ["--recipe", "tiny", "--image_size", "16", "--max_train_steps", "500", "--eval_every", "250"]
-FLAGS += ["--cpu_threads", "1", "--log_every", "25"]
+FLAGS = ["--recipe", "tiny", "--image_size", "16", "--max_train_steps", "150", "--eval_every", "150"]
+FLAGS += ["--max_train_samples", "4000", "--eval_train_samples", "1000", "--cpu_threads", "1", "--log_every", "25"]
 ROWS = {
     "pixels": "raw pixels",
     "untrained": "untrained discriminator",
@@ -98,13 +98,18 @@ def table(data: str) -> str:
         if not runs[row]:
             continue
         cells = [title, str(len(runs[row])) if row != "pixels" else ""]
-        cells += [percent([100 * run[f"{name}{suffix}"] for run in runs[row]]) for name in COLUMNS]
-        cells.append(percent([run[distance] for run in runs[row]]) if not suffix else "")
+        for name in COLUMNS:
+            values = [100 * run[f"{name}{suffix}"] for run in runs[row] if f"{name}{suffix}" in run]
+            cells.append(average(values))
+        cells.append(average([run[distance] for run in runs[row]]) if not suffix else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def percent(values: list[float]) -> str:
+def average(values: list[float]) -> str:
+    """Mean and standard deviation; nothing of no values."""
+    if not values:
+        return ""
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.1f}{spread}"
 

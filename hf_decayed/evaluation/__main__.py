@@ -144,18 +144,20 @@ def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
         return evaluate_blocks(*arguments, feature_metrics(options), extraction(options), accelerator, options.pixels)
     if options.feature_net == "inception":
         require_inception()  # before the samples are drawn, which takes long
+    scheduler = scheduler_config(pipeline)
+    steps = options.num_inference_steps if scheduler else 1  # a GAN has no scheduler, and takes one step
     settings = {
         "num": options.num_samples,
         "classes": options.classes,
-        "num_inference_steps": options.num_inference_steps,
+        "num_inference_steps": steps,
         "guidance_scale": options.guidance_scale,
         "seed": options.seed,
         "batch_size": options.batch_size,
     }
-    fingerprint, scheduler = pipeline_fingerprint(pipeline), scheduler_config(pipeline)
+    fingerprint = pipeline_fingerprint(pipeline)
     name = f"{Path(options.model).name}-{hash_json([fingerprint, scheduler, settings])[:8]}"
     sample(pipeline, options.samples_dir / name, **settings, accelerator=accelerator)
-    label = f"{options.num_samples} samples, {options.num_inference_steps} steps, guidance {options.guidance_scale:g}"
+    label = f"{options.num_samples} samples, {steps} steps, guidance {options.guidance_scale:g}"
     results = compare_samples(SampledImages(options.samples_dir / name), label, options, accelerator)
     results["protocol"]["sampling"] = {**settings, "scheduler": scheduler}
     return {"model_fingerprint": fingerprint, **results}
