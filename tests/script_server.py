@@ -5,6 +5,7 @@ which can be killed like any other; it runs the script as the interpreter would,
 a fork cannot show, such as a missing import, shows `fresh=True`, with which a script is started in the usual way.
 
 A fork keeps only one thread: nothing that the server imports may start another.
+The allocator of pyarrow does, and is made for forks.
 """
 
 import functools

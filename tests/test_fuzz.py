@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m pytest -m slow tests/test_fuzz.py
 
-It takes about two hours on two cores: the 200 SIGKILLs an hour and a half, all else half an hour. `FUZZ_KILLS=24` in the
-environment sets another number of kills. No part needs more than 3 GB of memory. The draws of every case are seeded by
+It takes about an hour on two busy cores, the 200 SIGKILLs a third of it. `FUZZ_KILLS=24` in the environment sets another
+number of kills. No part needs more than 3 GB of memory. The draws of every case are seeded by
 its name, so that a failure repeats; only the exact moment of a kill does not.
 
 Expected everywhere: the input is used as it is, passed over with a warning, or refused with one sentence. Never a traceback,
