@@ -1,10 +1,12 @@
 """Stock models: classes of transformers that compute what ours compute, also from a published folder without our code."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import TINY_SIZES, random_weights
+from conftest import ROOT, TINY_SIZES, random_weights
 from transformers import (
     AutoModel,
     BeitForImageClassification,
@@ -159,6 +161,37 @@ def test_card_with_stock_folder(tmp_path, pixel_values, capsys):
     (tmp_path / "preprocessor_config.json").unlink()
     assert main(["card", str(tmp_path), "--stock"]) == 2
     assert "preprocessor_config.json' is missing" in capsys.readouterr().err and (tmp_path / "stock").exists()
+
+
+ENCODERS = [
+    config.parent
+    for config in sorted((ROOT / "model_cards").glob("*/config.json"))
+    if json.loads(config.read_text()).get("model_type") == "decayed_vit_mae"
+]
+
+
+@pytest.mark.parametrize("folder", ENCODERS, ids=lambda folder: folder.name)
+def test_shipped_encoders_have_a_stock_folder_of_the_same_weights(folder):
+    name = folder.relative_to(ROOT)
+    command = f"`hf-decayed card {name} --repo_id {name} --stock` writes it"
+    assert (folder / "stock" / "config.json").exists(), command
+    own, stock = AutoModel.from_pretrained(folder), AutoModel.from_pretrained(folder, subfolder="stock")
+    assert type(stock).__module__.startswith("transformers.")
+    images = torch.randn(2, own.config.num_channels, own.config.image_size, own.config.image_size)
+    expected = tokens(own, images)
+    assert (tokens(stock, images) - expected).abs().max() < 1e-4 * expected.abs().max(), command
+
+
+@pytest.mark.slow
+def test_shipped_encoders_load_where_this_package_is_missing():
+    script = (
+        "import sys; sys.modules['hf_decayed'] = None\n"
+        "from transformers import AutoImageProcessor, AutoModel\n"
+        "for folder in sys.argv[1:]:\n"
+        "    AutoModel.from_pretrained(folder, subfolder='stock', trust_remote_code=False)\n"
+        "    AutoImageProcessor.from_pretrained(folder, subfolder='stock')\n"
+    )
+    subprocess.run([sys.executable, "-c", script, *map(str, ENCODERS)], check=True, cwd="/")
 
 
 def test_a_card_by_hand_gets_one_section(tmp_path):
