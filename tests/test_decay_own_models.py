@@ -154,6 +154,10 @@ def test_wrappers_are_looked_through():
     wrapped = nn.Sequential(model)
     decay_shortcuts(wrapped, 0.6)
     assert model.config.shortcut_decay == 0.6 and shortcut_alphas(wrapped) == shortcut_alphas(model)
+    compiled = torch.compile(resnet(shortcut_decay=1.0), backend="eager")
+    decay_shortcuts(compiled, 0.6)
+    with pytest.raises(UserError, match="read its stream without a norm"):
+        fold_shortcuts(compiled)
     larger = nn.ModuleDict({"network": sit(shortcut_decay=1.0), "head": nn.Linear(2, 2)})
     with pytest.raises(UserError, match="name it as `part='network'`"):
         decay_shortcuts(larger, 0.6)

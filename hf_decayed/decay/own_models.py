@@ -52,6 +52,9 @@ def find_own_model(model: nn.Module) -> nn.Module | None:
 
     Raises `UserError` for a larger model that holds one of our networks.
     """
+    model = getattr(
+        model, "_orig_mod", model
+    )  # a compiled model passes on the attributes of this one, and is no such class
     own = next((module for module in model.modules() if has_decay_field(module)), None)
     if own is None or own is model:
         return own
@@ -194,14 +197,14 @@ def set_alphas(model, stack: OwnStack, alphas: list[list[float]], **fields) -> N
 
 def checked_own_factors(model: nn.Module, stack: Stack, alphas: list[list[float]]) -> list[tuple[torch.Tensor, float]]:
     """The folding factors of one of our networks; raises `UserError` where it reads its stream without a norm."""
-    stack.fold_refusal = own_fold_refusal(model)
+    stack.fold_refusal = own_fold_refusal(model, stack)
     factors = [*folding_factors(stack, alphas, keep_function=False), *skip_factors(stack, alphas)]
     check_folding(stack, factors)
     return factors
 
 
-def own_fold_refusal(model: nn.Module) -> str:
-    if "ResNet" in type(model).__name__:
+def own_fold_refusal(model: nn.Module, stack: Stack) -> str:
+    if any(branch.shortcut for block in stack.blocks for step in block.steps for branch in step):
         return FAMILIES["ResNet"].fold_refusal
     fields = config_fields(model)
     if "final_norm" not in fields:
