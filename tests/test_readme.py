@@ -223,7 +223,9 @@ def test_the_page_on_the_method_has_the_numbers_of_the_sweep():
     assert re.search(r"<!-- equivalence -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1] == equivalence_table()
 
 
-@pytest.mark.parametrize("name", ["models", "data", "training", "eval", "diffusion", "decay", "structural_gan"])
+@pytest.mark.parametrize(
+    "name", ["models", "data", "training", "eval", "diffusion", "decay", "structural_gan", "relighting"]
+)
 def test_benchmark_table_is_the_one_in_the_results(name):
     page = (ROOT / "docs/speed.md").read_text()
     shown = re.search(rf"<!-- benchmark {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
