@@ -346,9 +346,9 @@ class NestedDiffusionPipeline(DiffusionPipeline):
             num_images (`int`, defaults to 4): Variations of every image, which follow one another.
             arguments: Of the pipeline's call.
         """
-        kept = self.encode_image(image, from_level)
-        kept = {level: latents.repeat_interleave(num_images, dim=0) for level, latents in kept.items()}
-        return self(fixed_latents=kept, **arguments)
+        fixed = self.encode_image(image, from_level)
+        fixed = {level: latents.repeat_interleave(num_images, dim=0) for level, latents in fixed.items()}
+        return self(fixed_latents=fixed, **arguments)
 
     def interpolate(
         self,
