@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from hf_decayed.cli import main
+from hf_decayed.data.inspection import ImageKind
 from hf_decayed.evaluation.arguments import parse_arguments as parse_evaluation
 
 
@@ -54,8 +55,9 @@ def test_examples_run(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
-def test_commands_are_understood(page, capsys):
+def test_commands_are_understood(page, capsys, monkeypatch):
     """Lines that call a script or `hf-decayed`; scripts parse their flags, commands have the flags that are used."""
+    monkeypatch.setattr("hf_decayed.run.arguments.own_images", lambda options: ImageKind(True, 480, 640))
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         if match := re.search(r"training/(\w+)\.py(.*)", line):

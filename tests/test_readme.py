@@ -33,6 +33,7 @@ from hf_decayed import (
     DecayedViTMAEForPreTraining,
 )
 from hf_decayed.cli import main
+from hf_decayed.data.inspection import ImageKind
 
 
 ROOT = Path(__file__).parents[1]
@@ -94,8 +95,9 @@ def test_notebooks_run(notebook, tmp_path, monkeypatch):
             exec(compile("".join(cell["source"]), notebook.stem, "exec"), names)
 
 
-def test_training_commands_are_understood():
-    """Every line that calls a script parses."""
+def test_training_commands_are_understood(monkeypatch):
+    """Every line that calls a script parses, with photos where it names them."""
+    monkeypatch.setattr("hf_decayed.run.arguments.own_images", lambda options: ImageKind(True, 480, 640))
     lines = [match for block in blocks("bash") for match in re.findall(r"training/(\w+)\.py(.*)", block)]
     assert [script for script, _ in lines] == ["mae", "mae"]
     for _, flags in lines:

@@ -140,8 +140,8 @@ class DecayedViTMAEEmbeddings(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.patch_embeddings = ViTMAEPatchEmbeddings(config)
         # A buffer, where ViTMAE has a frozen parameter: loading a checkpoint makes every parameter trainable.
-        num_positions = 1 + math.prod(config.grid_size)
-        self.register_buffer("position_embeddings", torch.zeros(1, num_positions, config.hidden_size))
+        table = sincos_positions(config.grid_size, config.hidden_size)
+        self.register_buffer("position_embeddings", table.to(self.cls_token.dtype))
 
     def forward(
         self,
@@ -329,8 +329,8 @@ class DecayedViTMAEDecoder(nn.Module):
         layer_config.num_attention_heads = config.decoder_num_attention_heads
         layer_config.intermediate_size = config.decoder_intermediate_size
 
-        num_positions = 1 + math.prod(config.grid_size)
-        self.register_buffer("decoder_pos_embed", torch.zeros(1, num_positions, config.decoder_hidden_size))
+        table = sincos_positions(config.grid_size, config.decoder_hidden_size)
+        self.register_buffer("decoder_pos_embed", table.to(torch.get_default_dtype()))
         if config.decoder_input == "positions":
             self.decoder_cls_token = nn.Parameter(torch.zeros(1, 1, config.decoder_hidden_size))
             self.decoder_embed = nn.Linear(config.decoder_hidden_size, config.decoder_hidden_size)
