@@ -1,7 +1,10 @@
 """Measurements against independent implementations."""
 
+import ast
+import doctest
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from conftest import ROOT
 from loopback_hub import serve
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
@@ -413,3 +417,13 @@ print(json.dumps(results))
         effective_rank(torch.tensor(bank))
     )
     assert "user/knn_accuracy/resolve" in " ".join(server.downloads)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "hf_decayed/metrics").glob("*/*.py")), ids=lambda path: path.stem)
+def test_examples_of_evaluate_modules(path, monkeypatch):
+    """The lines of the docstring run and print what they say; every module names the paper of its metric."""
+    monkeypatch.chdir(ROOT)
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    example = doctest.DocTestParser().get_doctest(text, {}, path.stem, str(path), 0)
+    assert len(example.examples) > 3 and doctest.DocTestRunner(verbose=False).run(example).failed == 0
+    assert re.search(r'citation="[^"]{20,}"', path.read_text())

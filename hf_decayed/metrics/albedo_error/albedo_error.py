@@ -1,8 +1,12 @@
 """`evaluate` module: error of albedos, whatever their scale.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/albedo_error")
-    >>> metric.compute(predictions=albedos, references=true_albedos)
+    >>> true_albedos = [[[[0.2, 0.4]], [[0.2, 0.4]], [[0.2, 0.4]]]]
+    >>> albedos = [[[[0.4, 0.8]], [[0.4, 0.8]], [[0.4, 0.8]]]]
+    >>> metric = evaluate.load("hf_decayed/metrics/albedo_error")
+    >>> results = metric.compute(predictions=albedos, references=true_albedos)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'albedo_error': 0.0}
 
 The work is done by `hf_decayed.evaluation.relighting`.
 """
@@ -26,7 +30,7 @@ class AlbedoError(evaluate.Metric):
         images = datasets.List(datasets.List(datasets.List(datasets.Value("float32"))))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Grosse et al., Ground Truth Dataset and Baseline Evaluations for Intrinsic Image Algorithms, ICCV 2009",
             inputs_description=INPUTS,
             features=datasets.Features({"predictions": images, "references": images}),
         )

@@ -1,8 +1,11 @@
 """`evaluate` module: mean IoU of clusters matched with classes.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/cluster_miou")
-    >>> metric.compute(predictions=clusters, references=masks, match="greedy")
+    >>> clusters, masks = [[[0, 0], [1, 1]]], [[[1, 1], [0, 0]]]
+    >>> metric = evaluate.load("hf_decayed/metrics/cluster_miou")
+    >>> results = metric.compute(predictions=clusters, references=masks)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'cluster_miou': 1.0}
 
 The work is done by `hf_decayed.evaluation.cluster_miou`.
 """
@@ -30,7 +33,7 @@ class ClusterMIoU(evaluate.Metric):
         maps = datasets.List(datasets.List(datasets.Value("int64")))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Ji et al., Invariant Information Clustering for Unsupervised Image Classification and Segmentation, ICCV 2019",
             inputs_description=INPUTS,
             features=datasets.Features({"predictions": maps, "references": maps}),
         )

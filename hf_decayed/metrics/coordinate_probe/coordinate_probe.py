@@ -1,8 +1,13 @@
 """`evaluate` module: how well a linear probe reads the position of a patch from its features.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/coordinate_probe")
-    >>> metric.compute(data=features)
+    >>> import torch
+    >>> torch.manual_seed(0)
+    >>> features = torch.eye(16).view(1, 4, 4, 16).repeat(20, 1, 1, 1)
+    >>> metric = evaluate.load("hf_decayed/metrics/coordinate_probe")
+    >>> results = metric.compute(data=features)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'position_accuracy': 1.0, 'position_mse': 0.0, 'position_r2': 1.0}
 
 The work is done by `hf_decayed.evaluation.coordinate_probe`.
 """
@@ -29,7 +34,7 @@ class CoordinateProbe(evaluate.Measurement):
         features = datasets.List(datasets.List(datasets.List(datasets.Value("float32"))))
         return evaluate.MeasurementInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Islam, Jia and Bruce, How Much Position Information Do Convolutional Neural Networks Encode?, ICLR 2020",
             inputs_description=INPUTS,
             features=datasets.Features({"data": features}),
         )

@@ -1,8 +1,13 @@
 """`evaluate` module: effective rank of features.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/effective_rank")
-    >>> metric.compute(data=features)
+    >>> import torch
+    >>> torch.manual_seed(0)
+    >>> features = torch.randn(200, 3) @ torch.diag(torch.tensor([1.0, 1.0, 0.0]))
+    >>> metric = evaluate.load("hf_decayed/metrics/effective_rank")
+    >>> results = metric.compute(data=features)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'effective_rank': 0.69}
 
 The work is done by `hf_decayed.evaluation.effective_rank`.
 """
@@ -28,7 +33,7 @@ class EffectiveRank(evaluate.Measurement):
         feature = datasets.List(datasets.Value("float32"))
         return evaluate.MeasurementInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Roy and Vetterli, The Effective Rank: A Measure of Effective Dimensionality, EUSIPCO 2007",
             inputs_description=INPUTS,
             features=datasets.Features({"data": feature}),
         )

@@ -1,8 +1,12 @@
 """`evaluate` module: k-nearest-neighbour accuracy of features.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/knn_accuracy")
-    >>> metric.compute(predictions=test_features, references=test_labels, train_features=bank, train_labels=bank_labels)
+    >>> bank, bank_labels = [[1.0, 0.1], [0.1, 1.0]], [0, 1]
+    >>> test_features, test_labels = [[1.0, 0.0], [0.0, 1.0]], [0, 1]
+    >>> metric = evaluate.load("hf_decayed/metrics/knn_accuracy")
+    >>> results = metric.compute(predictions=test_features, references=test_labels, train_features=bank, train_labels=bank_labels, k=1)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'knn_accuracy': 1.0}
 
 The work is done by `hf_decayed.evaluation.knn_accuracy`.
 """
@@ -30,7 +34,7 @@ class KNNAccuracy(evaluate.Metric):
         feature = datasets.List(datasets.Value("float32"))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, CVPR 2018",
             inputs_description=INPUTS,
             features=datasets.Features({"predictions": feature, "references": datasets.Value("int64")}),
         )

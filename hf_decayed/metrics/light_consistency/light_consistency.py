@@ -1,8 +1,11 @@
 """`evaluate` module: whether light codes of one light are alike in all scenes.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/light_consistency")
-    >>> metric.compute(predictions=codes, references=lights)
+    >>> codes, lights = [[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], [0, 0, 1, 1]
+    >>> metric = evaluate.load("hf_decayed/metrics/light_consistency")
+    >>> results = metric.compute(predictions=codes, references=lights)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'same_light': 0.994, 'different_light': 0.11}
 
 The work is done by `hf_decayed.evaluation.relighting`.
 """
@@ -26,7 +29,7 @@ class LightConsistencyMetric(evaluate.Metric):
         codes = datasets.List(datasets.Value("float32"))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Zhang et al., Latent Intrinsics Emerge from Training to Relight, NeurIPS 2024",
             inputs_description=INPUTS,
             features=datasets.Features({"predictions": codes, "references": datasets.Value("int64")}),
         )

@@ -1,8 +1,12 @@
 """`evaluate` module: accuracy of a linear classifier on features.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/linear_probe")
-    >>> metric.compute(predictions=test_features, references=test_labels, train_features=bank, train_labels=bank_labels)
+    >>> bank, bank_labels = [[1.0, 0.1], [0.1, 1.0], [0.9, 0.0], [0.0, 0.8]], [0, 1, 0, 1]
+    >>> test_features, test_labels = [[1.0, 0.0], [0.0, 1.0]], [0, 1]
+    >>> metric = evaluate.load("hf_decayed/metrics/linear_probe")
+    >>> results = metric.compute(predictions=test_features, references=test_labels, train_features=bank, train_labels=bank_labels)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'linear_accuracy': 1.0}
 
 The work is done by `hf_decayed.evaluation.linear_probe`.
 """
@@ -30,7 +34,7 @@ class LinearProbe(evaluate.Metric):
         feature = datasets.List(datasets.Value("float32"))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022",
             inputs_description=INPUTS,
             features=datasets.Features({"predictions": feature, "references": datasets.Value("int64")}),
         )

@@ -1,8 +1,12 @@
 """`evaluate` module: accuracy of a linear support vector machine on features.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/linear_svm")
-    >>> metric.compute(predictions=test_features, references=test_labels, train_features=bank, train_labels=bank_labels)
+    >>> bank, bank_labels = [[1.0, 0.1], [0.1, 1.0], [0.9, 0.0], [0.0, 0.8]], [0, 1, 0, 1]
+    >>> test_features, test_labels = [[1.0, 0.0], [0.0, 1.0]], [0, 1]
+    >>> metric = evaluate.load("hf_decayed/metrics/linear_svm")
+    >>> results = metric.compute(predictions=test_features, references=test_labels, train_features=bank, train_labels=bank_labels)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'linear_svm': 1.0}
 
 The work is done by `hf_decayed.evaluation.linear_svm`.
 """
@@ -27,7 +31,7 @@ class LinearSVM(evaluate.Metric):
     def _info(self):
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Cortes and Vapnik, Support-Vector Networks, Machine Learning 1995",
             inputs_description=INPUTS,
             features=datasets.Features(
                 {"predictions": datasets.List(datasets.Value("float32")), "references": datasets.Value("int64")}

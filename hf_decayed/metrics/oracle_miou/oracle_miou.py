@@ -1,8 +1,11 @@
 """`evaluate` module: mean IoU of regions that have the class of most of their pixels.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/oracle_miou")
-    >>> metric.compute(predictions=regions, references=masks)
+    >>> regions, masks = [[[0, 1], [2, 2]]], [[[1, 1], [0, 0]]]
+    >>> metric = evaluate.load("hf_decayed/metrics/oracle_miou")
+    >>> results = metric.compute(predictions=regions, references=masks)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'oracle_miou': 1.0}
 
 The work is done by `hf_decayed.evaluation.oracle_miou`.
 """
@@ -30,7 +33,7 @@ class OracleMIoU(evaluate.Metric):
         maps = datasets.List(datasets.List(datasets.Value("int64")))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Arbeláez et al., Contour Detection and Hierarchical Image Segmentation, TPAMI 2011",
             inputs_description=INPUTS,
             features=datasets.Features({"predictions": maps, "references": maps}),
         )

@@ -1,8 +1,13 @@
 """`evaluate` module: precision and recall of generated features.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/precision_recall")
-    >>> metric.compute(predictions=generated_features, real_features=real_features)
+    >>> import torch
+    >>> torch.manual_seed(0)
+    >>> real_features, generated_features = torch.randn(200, 4), 0.1 * torch.randn(200, 4)
+    >>> metric = evaluate.load("hf_decayed/metrics/precision_recall")
+    >>> results = metric.compute(predictions=generated_features, real_features=real_features)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'precision': 1.0, 'recall': 0.005}
 
 The work is done by `hf_decayed.evaluation.precision_recall`.
 """
@@ -29,7 +34,7 @@ class PrecisionRecall(evaluate.Metric):
         feature = datasets.List(datasets.Value("float32"))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Kynkäänniemi et al., Improved Precision and Recall Metric for Assessing Generative Models, NeurIPS 2019",
             inputs_description=INPUTS,
             features=datasets.Features({"predictions": feature}),
         )

@@ -1,8 +1,11 @@
 """`evaluate` module: purity of clusters.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/purity")
-    >>> metric.compute(predictions=clusters, references=labels)
+    >>> clusters, labels = [0, 0, 0, 1], [1, 1, 0, 0]
+    >>> metric = evaluate.load("hf_decayed/metrics/purity")
+    >>> results = metric.compute(predictions=clusters, references=labels)
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'purity': 0.75}
 
 The work is done by `hf_decayed.evaluation.purity`.
 """
@@ -25,7 +28,7 @@ class Purity(evaluate.Metric):
     def _info(self):
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Manning, Raghavan and Schütze, Introduction to Information Retrieval, Cambridge University Press 2008",
             inputs_description=INPUTS,
             features=datasets.Features(
                 {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}

@@ -1,8 +1,12 @@
 """`evaluate` module: how often an albedo disagrees with people on which of two points is darker.
 
     >>> import evaluate
-    >>> metric = evaluate.load("path/to/hf_decayed/metrics/whdr")
-    >>> metric.compute(predictions=[albedo], references=[[{"x1": 0.1, "y1": 0.5, "x2": 0.9, "y2": 0.5, "darker": "1", "weight": 1.0}]])
+    >>> albedo = [[[0.2, 0.8]], [[0.2, 0.8]], [[0.2, 0.8]]]
+    >>> judgement = {"x1": 0.1, "y1": 0.5, "x2": 0.9, "y2": 0.5, "darker": "1", "weight": 1.0}
+    >>> metric = evaluate.load("hf_decayed/metrics/whdr")
+    >>> results = metric.compute(predictions=[albedo], references=[[judgement]])
+    >>> {name: round(float(value), 3) for name, value in results.items()}
+    {'whdr': 0.0}
 
 The work is done by `hf_decayed.evaluation.relighting`.
 """
@@ -30,7 +34,7 @@ class WHDR(evaluate.Metric):
         judgements = datasets.List({**numbers, "darker": datasets.Value("string")})
         return evaluate.MetricInfo(
             description=DESCRIPTION,
-            citation="",
+            citation="Bell, Bala and Snavely, Intrinsic Images in the Wild, SIGGRAPH 2014",
             inputs_description=INPUTS,
             features=datasets.Features({"predictions": image, "references": judgements}),
         )
