@@ -2,7 +2,7 @@
 
     >>> import evaluate
     >>> import torch
-    >>> torch.manual_seed(0)
+    >>> _ = torch.manual_seed(0)
     >>> features = torch.eye(16).view(1, 4, 4, 16).repeat(20, 1, 1, 1)
     >>> metric = evaluate.load("hf_decayed/metrics/coordinate_probe")
     >>> results = metric.compute(data=features)

@@ -2,7 +2,7 @@
 
     >>> import evaluate
     >>> import torch
-    >>> torch.manual_seed(0)
+    >>> _ = torch.manual_seed(0)
     >>> features = torch.randn(200, 3) @ torch.diag(torch.tensor([1.0, 1.0, 0.0]))
     >>> metric = evaluate.load("hf_decayed/metrics/effective_rank")
     >>> results = metric.compute(data=features)

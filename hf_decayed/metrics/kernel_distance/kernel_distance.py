@@ -2,7 +2,7 @@
 
     >>> import evaluate
     >>> import torch
-    >>> torch.manual_seed(0)
+    >>> _ = torch.manual_seed(0)
     >>> real_features, generated_features = torch.randn(200, 4), torch.randn(200, 4) + 1
     >>> metric = evaluate.load("hf_decayed/metrics/kernel_distance")
     >>> results = metric.compute(predictions=generated_features, real_features=real_features, subset_size=200, num_subsets=2)

@@ -2,7 +2,7 @@
 
     >>> import evaluate
     >>> import torch
-    >>> torch.manual_seed(0)
+    >>> _ = torch.manual_seed(0)
     >>> labels = torch.arange(40) % 2
     >>> features = torch.randn(40, 4) + 9 * labels[:, None] * torch.tensor([1.0, -1.0, 0.0, 0.0])
     >>> metric = evaluate.load("hf_decayed/metrics/kmeans_accuracy")

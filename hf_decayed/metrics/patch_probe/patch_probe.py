@@ -2,7 +2,7 @@
 
     >>> import evaluate
     >>> import torch
-    >>> torch.manual_seed(0)
+    >>> _ = torch.manual_seed(0)
     >>> masks = torch.randint(0, 2, (20, 4, 4))
     >>> features = torch.nn.functional.one_hot(masks).float()
     >>> metric = evaluate.load("hf_decayed/metrics/patch_probe")

@@ -2,7 +2,7 @@
 
     >>> import evaluate
     >>> import torch
-    >>> torch.manual_seed(0)
+    >>> _ = torch.manual_seed(0)
     >>> real_features, generated_features = torch.randn(200, 4), 0.1 * torch.randn(200, 4)
     >>> metric = evaluate.load("hf_decayed/metrics/precision_recall")
     >>> results = metric.compute(predictions=generated_features, real_features=real_features)

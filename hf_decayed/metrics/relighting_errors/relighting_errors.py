@@ -2,7 +2,7 @@
 
     >>> import evaluate
     >>> import torch
-    >>> torch.manual_seed(0)
+    >>> _ = torch.manual_seed(0)
     >>> images = torch.rand(2, 3, 16, 16)
     >>> metric = evaluate.load("hf_decayed/metrics/relighting_errors")
     >>> results = metric.compute(predictions=0.5 * images, references=images)
