@@ -33,7 +33,6 @@ from hf_decayed import (
     DecayedViTMAEForPreTraining,
 )
 from hf_decayed.cli import main
-from hf_decayed.data.inspection import ImageKind
 
 
 ROOT = Path(__file__).parents[1]
@@ -95,9 +94,12 @@ def test_notebooks_run(notebook, tmp_path, monkeypatch):
             exec(compile("".join(cell["source"]), notebook.stem, "exec"), names)
 
 
-def test_training_commands_are_understood(monkeypatch):
-    """Every line that calls a script parses, with photos where it names them."""
-    monkeypatch.setattr("hf_decayed.run.arguments.own_images", lambda options: ImageKind(True, 480, 640))
+def test_training_commands_are_understood(tmp_path, monkeypatch):
+    """Every line that calls a script parses; the recipe for photos follows from the photos."""
+    monkeypatch.chdir(tmp_path)
+    Path("path/to/photos").mkdir(parents=True)
+    for number in range(20):
+        Image.new("RGB", (640, 480), (number, 90, 200)).save(f"path/to/photos/{number}.jpg")
     lines = [match for block in blocks("bash") for match in re.findall(r"training/(\w+)\.py(.*)", block)]
     assert [script for script, _ in lines] == ["mae", "mae"]
     for _, flags in lines:
