@@ -58,7 +58,7 @@ MOVED = {
         "provenance": "flags_without_paths=sanitized_command hardware=describe_hardware versions",
         "run.arguments": "names_of=list_recipes",
         "run.records": "MetricsFile",
-        "run.run": "clear_finished_run refuse_another_run=check_signature",
+        "run.run": "clear_finished_run=clear_output_dir refuse_another_run=check_signature",
         "run.signals": "StopSignal leave_signals_to_the_parent=ignore_signals",
     },
     "sampling": {

@@ -8,7 +8,7 @@ from pathlib import Path
 import check_copies
 import pytest
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
-from transformers import Pipeline, PreTrainedConfig, PreTrainedModel
+from transformers import ImageProcessingMixin, Pipeline, PreTrainedConfig, PreTrainedModel
 
 import hf_decayed
 
@@ -175,9 +175,10 @@ def test_equal_functions_of_published_files_are_declared():
 
 @pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.stem)
 def test_public_classes_are_listed(file):
-    """`__all__` can be read without importing the file, and holds its configs, models, pipelines and schedulers."""
+    """`__all__` can be read without importing the file, and holds its configs, models, processors, pipelines, schedulers."""
     module = importlib.import_module(f"hf_decayed.{file.parent.name}.{file.stem}")
-    kinds = (PreTrainedConfig, PreTrainedModel, Pipeline, ModelMixin, DiffusionPipeline, SchedulerMixin)
+    kinds = (PreTrainedConfig, PreTrainedModel, ImageProcessingMixin, Pipeline)
+    kinds += (ModelMixin, DiffusionPipeline, SchedulerMixin)
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, kinds)]
     public = {cls.__name__ for cls in classes if cls.__module__ == module.__name__}
     public = sorted(name for name in public if not name.endswith("PreTrainedModel"))  # bases of the models

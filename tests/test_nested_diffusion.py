@@ -349,7 +349,9 @@ def test_wrong_latents():
         StrictDataclassError, match="`image_size` must be divisible by the grid of every level, got 16 and 3"
     ):
         latent_encoder([(3, 4)])
-    with pytest.raises(StrictDataclassError, match="`image_mean` must have 1 numbers, one per channel"):
+    with pytest.raises(
+        StrictDataclassError, match="`image_mean` must have one number for each of the 1 `num_channels`"
+    ):
         latent_encoder(image_mean=[0.5] * 3)
     unfitted = latent_encoder(fitted=False)
     with pytest.raises(ValueError, match="has no SVD yet"):

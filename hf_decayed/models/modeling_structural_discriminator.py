@@ -91,6 +91,7 @@ class StructuralDiscriminatorConfig(PreTrainedConfig):
             raise ValueError(f"`size` must be one of {', '.join(SIZES)}, got {size!r}.")
         return cls(**{**SIZES[size], **overrides})
 
+    # Copied from hf_decayed.models.configuration_decayed_resnet.DecayedResNetConfig.shortcut_alphas
     def shortcut_alphas(self) -> list[float]:
         """Weight of the shortcut of every block, over all stages; projecting shortcuts are decayed like the others."""
         last = max(1, sum(self.depths) - 1)

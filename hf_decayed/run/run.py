@@ -580,7 +580,7 @@ def refuse_finished_model(folder: Path) -> None:
             )
 
 
-def clear_output_dir(folder: Path, overwrite: bool) -> None:
+def clear_output_dir(folder: Path, overwrite: bool = False) -> None:
     """Makes room for a new run; one that did not finish is kept, and is an error, unless it may be overwritten."""
     if any((folder / "checkpoints").glob("[!.]*")):  # hidden ones were being written when the run was killed
         if not overwrite and not (folder / "results.json").exists():
