@@ -16,6 +16,7 @@ import compare
 import datasets
 import numpy as np
 import pytest
+import relighting_demo
 import torch
 from conftest import ROOT, TINY_SIZES, random_weights
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
@@ -28,6 +29,8 @@ from hf_decayed import (
     DecayedUViTPipeline,
     DecayedViTMAEConfig,
     DecayedViTMAEForPreTraining,
+    LatentIntrinsicsModel,
+    RelightingPipeline,
 )
 
 
@@ -52,6 +55,8 @@ def models(tmp_path_factory):
     network = DecayedUViT2DModel(**sizes, num_attention_heads=4, num_classes=2)
     pipeline = DecayedUViTPipeline(network, DPMSolverMultistepScheduler(), id2label=names)
     pipeline.save_pretrained(folder / "decayed-uvit-fashion-mnist")
+    network = LatentIntrinsicsModel.from_size("tiny", block_out_channels=(8, 8, 16), layers_per_block=(1, 1, 1))
+    RelightingPipeline(random_weights(network).eval()).save_pretrained(folder / "relighting-procedural")
     return folder
 
 
@@ -285,6 +290,24 @@ def test_drawing_ends_when_its_time_is_over(which, space, monkeypatch):
         space.compare(**COMPARISON, image=shirt())
 
 
+def test_scenes_are_relit(space):
+    relighting_demo.relighter.cache_clear()
+    scenes = relighting_demo.load_scenes()
+    assert len(scenes) == 24 and all(scene.size == (64, 64) for scene in scenes)
+    result = relighting_demo.relight(scenes[0], scenes[7].resize((300, 200)))
+    assert len(result["frames"]) == relighting_demo.NUM_FRAMES and result["relit"].size == result["albedo"].size == (
+        192,
+        192,
+    )
+    assert result["frames"][0].tobytes() != result["relit"].tobytes() == result["frames"][-1].tobytes()
+    with pytest.raises(compare.VisitorError, match="a side may be 20 times the other at most"):
+        relighting_demo.relight(scenes[0], Image.new("RGB", (2100, 100)))
+    deep = Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64) * 16)
+    assert relighting_demo.prepare(deep).mode == "RGB" and relighting_demo.prepare(
+        Image.new("RGBA", (9, 5))
+    ).getextrema()[0] == (0, 0)
+
+
 @pytest.fixture
 def app(models, monkeypatch):
     """The page, with gradio; skipped where it is not installed."""
@@ -302,7 +325,7 @@ def test_the_page_has_limits(app):
     assert {"max_file_size", "max_threads"} <= app.LAUNCH.keys()
     app.page.queue(**app.QUEUE)
     events = [event for event in app.page.fns.values() if event.fn.__module__ == "app"]
-    assert len(events) == 4
+    assert len(events) == 5
     for event in events:  # all events that compute share one place
         assert (event.concurrency_limit, event.concurrency_id) == (1, "models")
 

@@ -1,4 +1,4 @@
-"""The page: plain against decayed autoencoder on a picture of yours, and pictures that a decayed generator draws.
+"""The page: plain against decayed autoencoder on a picture of yours, pictures that a decayed generator draws, relighting.
 
 python app.py
 """
@@ -17,6 +17,7 @@ from compare import (
     gallery,
     read_picture,
 )
+from relighting_demo import load_scenes, relight
 
 
 INTRODUCTION = """
@@ -28,6 +29,7 @@ same images, look at the same picture: an ordinary one, and one with the decay a
 the image through skips from the encoder, branches that start at zero). Half an hour on a CPU, images of 28 or 32 pixels: see
 how features differ, and expect no miracles.
 """
+PAIRS = [(0, 7), (6, 14), (12, 21), (18, 5), (1, 15), (8, 22)]  # of scenes to relight, and their references
 NO_NEIGHBOURS = "There are no neighbours to show: CIFAR-100, whose images they are, could not be loaded here."
 # One call computes at a time and 20 wait; without `api_open=False`, requests to the API could pass the queue by.
 QUEUE = {"max_size": 20, "default_concurrency_limit": 1, "api_open": False}
@@ -86,6 +88,16 @@ def draw_class(which, name, count, steps, guidance, seed, progress=gr.Progress()
     if name not in names:  # the list has not followed yet
         name = names[0]
     return draw(which, name, count, steps, guidance, seed or 0, lambda step, steps: progress((step, steps)))
+
+
+@explain
+def relight_picture(image, reference):
+    if image is None or reference is None:
+        gr.Warning("Upload a picture and a reference, or click on a pair below, first.")
+        return [gr.skip()] * 2
+    result = relight(image, reference)
+    captions = {"image": "picture", "reference": "reference", "relit": "relit", "albedo": "without light"}
+    return [(result[name], caption) for name, caption in captions.items()], result["frames"]
 
 
 def seed_field(label):
@@ -156,6 +168,29 @@ with gr.Blocks(title="Decayed identity shortcuts", delete_cache=(3600, 3600)) as
         which.change(offer_classes, [which, name], name, api_name="classes", **ONE_AT_A_TIME)
         settings = [which, name, count, steps, guidance, drawn_seed]
         draw_button.click(draw_class, settings, samples, api_name="draw", **ONE_AT_A_TIME)
+    with gr.Tab("Relighting"):
+        gr.Markdown(
+            "A small autoencoder has learned from pairs of pictures of one scene to tell what a scene is from how it is lit. It "
+            "gives the picture the light of the reference; without a light it resembles the colours of the surfaces. It "
+            "knows procedural scenes like those below, and nothing of photographs."
+        )
+        with gr.Row():
+            with gr.Column(scale=1, min_width=260):
+                lit = gr.Image(type="pil", image_mode=None, label="Picture", height=240)
+                reference = gr.Image(type="pil", image_mode=None, label="Reference", height=240)
+                for upload in (lit, reference):
+                    upload.preprocess = open_upload
+                relight_button = gr.Button("Relight", variant="primary")
+            with gr.Column(scale=3):
+                relit = pictures("Relit", columns=4, height=300)
+                frames = pictures("From its own light to that of the reference", columns=7, height=200)
+        scenes = load_scenes()
+        gr.Examples(
+            [[scenes[first].resize((128, 128)), scenes[second].resize((128, 128))] for first, second in PAIRS],
+            [lit, reference],
+            label="Pairs to try",
+        )
+        relight_button.click(relight_picture, [lit, reference], [relit, frames], api_name="relight", **ONE_AT_A_TIME)
 
 
 if __name__ == "__main__":

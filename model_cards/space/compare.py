@@ -233,8 +233,8 @@ def neighbours(kind: str, number: int, tokens: torch.Tensor, layer: int, count: 
     return [(as_picture(np.asarray(images[index]) / 255), names[index]) for index in order]
 
 
-def prepare(kind: str, image: Image.Image) -> Image.Image:
-    """A square picture like those of the data set: photographs are cut, clothes stand on black and are grey."""
+def flatten(image: Image.Image) -> Image.Image:
+    """A picture upright, of eight bits and without transparency."""
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith(("I", "F")):  # more than eight bits: from the darkest to the lightest that there is
         values = np.asarray(image, dtype=np.float64)
@@ -243,6 +243,12 @@ def prepare(kind: str, image: Image.Image) -> Image.Image:
     if image.has_transparency_data:  # what cannot be seen is background
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
+    return image
+
+
+def prepare(kind: str, image: Image.Image) -> Image.Image:
+    """A square picture like those of the data set: photographs are cut, clothes stand on black and are grey."""
+    image = flatten(image)
     if kind == "photographs":
         return ImageOps.fit(image.convert("RGB"), (32, 32), Image.Resampling.BICUBIC)
     grey = image.convert("L")
