@@ -994,9 +994,9 @@ def test_a_small_network_learns_to_relight():
 
 COLUMNS = {
     "relit_rmse": "RMSE, relit",
-    "copy_rmse": "unchanged",
-    "relit_rmse_corrected": "corrected, relit",
-    "copy_rmse_corrected": "unchanged",
+    "copy_rmse": "unchanged image",
+    "wrong_reference_rmse": "wrong reference",
+    "mean_light_rmse": "mean light",
     "albedo_error": "albedo error",
     "albedo_error_of_input": "of the image",
     "light_similarity": "light codes, same light",
@@ -1005,11 +1005,11 @@ COLUMNS = {
 
 
 def results_table():
-    lines = ["| " + " | ".join(["alpha", "steps", *COLUMNS.values()]) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    lines = ["| " + " | ".join(["alpha", "seed", *COLUMNS.values()]) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
     for file in sorted((ROOT / "model_cards" / "results" / "relighting").glob("*.json")):
         results = json.loads(file.read_text())
         numbers = [f"{results[name]:.3f}" for name in COLUMNS]
-        lines.append("| " + " | ".join([f"{results['alpha']:g}", str(results["steps"]), *numbers]) + " |")
+        lines.append("| " + " | ".join([f"{results['alpha']:g}", str(results["seed"]), *numbers]) + " |")
     return "\n".join(lines)
 
 
