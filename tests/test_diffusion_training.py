@@ -130,18 +130,18 @@ def test_training_on_latents(tmp_path):
     small_vae().save_pretrained(tmp_path / "vae")
     flags = [*SMALL, "--vae", tmp_path / "vae", "--latents_dir", tmp_path / "latents", "--max_train_steps", 6]
     flags += ["--learning_rate", 1e-4]
-    run_script("sit.py", *flags, "--output_dir", tmp_path / "kept")
+    run_script("sit.py", *flags, "--output_dir", tmp_path / "cached")
     run_script("sit.py", *flags, "--output_dir", tmp_path / "encoded", "--keep_latents", "false")
-    cached, encoded = losses(tmp_path / "kept"), losses(tmp_path / "encoded")
+    cached, encoded = losses(tmp_path / "cached"), losses(tmp_path / "encoded")
     assert cached[0] == pytest.approx(encoded[0], rel=1e-6)
     assert cached == pytest.approx(
         encoded, rel=1e-3
     )  # Adam's first steps follow the sign of gradients that are rounding
-    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "kept", trust_remote_code=True)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "cached", trust_remote_code=True)
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline.transformer.config.sample_size == 14 and pipeline.transformer.config.in_channels == 3
     assert pipeline(1, num_inference_steps=2).images[0].size == (28, 28)
-    saved = [path for path in (tmp_path / "kept").rglob("*.json") if "checkpoints" not in path.parts]
+    saved = [path for path in (tmp_path / "cached").rglob("*.json") if "checkpoints" not in path.parts]
     assert len(saved) > 4  # what is uploaded says nothing of this machine
     assert not any(str(tmp_path) in path.read_text() for path in saved if path.name != "arguments.json")
     refused = run_script("uvit.py", *flags, "--output_dir", tmp_path / "odd", "--image_size", 29, code=2)

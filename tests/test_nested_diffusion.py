@@ -147,13 +147,13 @@ def test_macs_are_those_that_torch_counts(level):
 def test_conditions_and_empty_tokens():
     network = level_network(1)
     sample, conditions = torch.randn(3, 1, 16, 16), condition_tensors(network, 3)
-    given, empty = network(sample, 5, conditions=conditions).sample, network(sample, 5).sample
+    conditioned, empty = network(sample, 5, conditions=conditions).sample, network(sample, 5).sample
     dropped = network(sample, 5, conditions=conditions, drop_conditions=torch.tensor([True, False, True])).sample
-    torch.testing.assert_close(dropped, torch.stack([empty[0], given[1], empty[2]]))
-    assert (given - empty).abs().min(dim=0).values.max() > 1e-3
+    torch.testing.assert_close(dropped, torch.stack([empty[0], conditioned[1], empty[2]]))
+    assert (conditioned - empty).abs().min(dim=0).values.max() > 1e-3
     for position in (0, 1):  # every level above matters
         changed = [latent + (number == position) for number, latent in enumerate(conditions)]
-        assert (network(sample, 5, conditions=changed).sample - given).abs().max() > 1e-3
+        assert (network(sample, 5, conditions=changed).sample - conditioned).abs().max() > 1e-3
     network.train()
     drop = torch.tensor([True, False, False])
     network(sample, 5, conditions=conditions, drop_conditions=drop).sample.square().sum().backward()
@@ -597,12 +597,12 @@ def test_vary_and_interpolate():
     pipeline = chain(encoder=encoder, latent_fingerprint=encoder.config.fingerprint)
     images = scenes(2, seed=9)
     latents = encoder.encode(images)
-    for from_level, kept in ((2, (3, 2)), (3, (3,))):
+    for from_level, unchanged in ((2, (3, 2)), (3, (3,))):
         output = pipeline.vary(images, from_level=from_level, num_images=2, num_inference_steps=2)
         assert len(output.images) == 4
         for level in (3, 2):
             expected = latents[level].repeat_interleave(2, dim=0)
-            assert torch.allclose(output.latents[level], expected, atol=1e-5) == (level in kept)
+            assert torch.allclose(output.latents[level], expected, atol=1e-5) == (level in unchanged)
     picture = Image.fromarray((images[0, 0] * 255).byte().numpy())
     torch.testing.assert_close(pipeline.encode_image(picture)[3], latents[3][:1], rtol=0.05, atol=0.05)
     output = pipeline.interpolate(images[:1], images[1:], num_images=5, num_inference_steps=2, output_type="pt")

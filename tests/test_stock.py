@@ -125,13 +125,13 @@ def save_run(folder):
 
 def test_published_stock_folder(tmp_path, pixel_values):
     model = save_run(tmp_path / "run")
-    report = publish(tmp_path / "run", "user/model", dry_run=True, keep=tmp_path / "kept", stock=True)
+    report = publish(tmp_path / "run", "user/model", dry_run=True, keep=tmp_path / "published", stock=True)
     assert "'stock' gives the same without any code of ours" in report
-    card = (tmp_path / "kept" / "README.md").read_text()
+    card = (tmp_path / "published" / "README.md").read_text()
     assert 'AutoModel.from_pretrained("user/model", subfolder="stock")' in card and "BeitModel" in card
-    assert not list((tmp_path / "kept" / "stock").glob("*.py"))
-    assert "auto_map" not in json.loads((tmp_path / "kept" / "stock" / "config.json").read_text())
-    loaded = AutoModel.from_pretrained(tmp_path / "kept", subfolder="stock")
+    assert not list((tmp_path / "published" / "stock").glob("*.py"))
+    assert "auto_map" not in json.loads((tmp_path / "published" / "stock" / "config.json").read_text())
+    loaded = AutoModel.from_pretrained(tmp_path / "published", subfolder="stock")
     torch.testing.assert_close(tokens(loaded, pixel_values), tokens(model.vit, pixel_values), rtol=1e-4, atol=1e-4)
 
 
@@ -139,8 +139,8 @@ def test_published_stock_folder(tmp_path, pixel_values):
 def test_a_stock_folder_with_other_weights_is_replaced(tmp_path, pixel_values):
     model = save_run(tmp_path / "run")
     random_weights(stock_model(model)).save_pretrained(tmp_path / "run" / "stock")
-    publish(tmp_path / "run", "user/model", dry_run=True, keep=tmp_path / "kept")
-    loaded = AutoModel.from_pretrained(tmp_path / "kept", subfolder="stock")
+    publish(tmp_path / "run", "user/model", dry_run=True, keep=tmp_path / "published")
+    loaded = AutoModel.from_pretrained(tmp_path / "published", subfolder="stock")
     torch.testing.assert_close(tokens(loaded, pixel_values), tokens(model.vit, pixel_values), rtol=1e-4, atol=1e-4)
 
 
