@@ -174,6 +174,7 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
                 "Sampling: 50 steps, batch 1, small network",
             ],
         ),
+        ("photos", ["--batch_size", 1], ["Recipes for photos: pretraining step, batch 1"]),
         (
             "nested",
             ["--batch_size", 1],

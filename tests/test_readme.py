@@ -228,10 +228,10 @@ def test_the_page_on_the_method_has_the_numbers_of_the_sweep():
 
 
 @pytest.mark.parametrize(
-    "name", ["models", "data", "training", "eval", "diffusion", "decay", "structural_gan", "relighting"]
+    "name", ["models", "data", "training", "eval", "diffusion", "decay", "structural_gan", "relighting", "photos"]
 )
 def test_benchmark_table_is_the_one_in_the_results(name):
-    page = (ROOT / "docs/speed.md").read_text()
+    page = (ROOT / "docs" / ("your_own_photos.md" if name == "photos" else "speed.md")).read_text()
     shown = re.search(rf"<!-- benchmark {name} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
     assert shown == render(json.loads((ROOT / f"model_cards/results/benchmark_{name}.json").read_text()))
 
