@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import TINY_SIZES
+from conftest import TINY_SIZES, random_weights
 from conftest import run_script as run
 from datasets import load_dataset
 from PIL import Image
 from safetensors.torch import load_file
 from script_server import start_script
-from transformers import AutoModelForImageClassification
+from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForImageClassification
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForImageClassification, DecayedViTMAEForPreTraining
 from hf_decayed.data.augmentation import OPERATIONS, apply_operation, mixup_cutmix, rand_augment, random_erasing
 from hf_decayed.data.sources import load_splits
 from hf_decayed.data.transforms import Augmentation
+from hf_decayed.models.image_processing_decayed import default_image_processor
 from hf_decayed.run.optimization import layerwise_groups
 
 
@@ -150,6 +151,35 @@ def test_finetuning_resumes_to_the_last_bit(pretrained, tmp_path):
     refused = run("finetune.py", pretrained, *SMALL_FINETUNE, *parts, "--seed", 3, code=2)
     assert "finetune.py: 'step-00000014' belongs to another run (seed 0 -> 3)" in refused.stderr
     run("finetune.py", pretrained, *SMALL_FINETUNE, "--output_dir", tmp_path / "two", processes=2)
+
+
+def test_processor_of_pretraining(tmp_path):
+    config = DecayedViTMAEConfig(**TINY_SIZES)
+    config.save_pretrained(tmp_path)
+    assert finetune.load_processor(str(tmp_path), config).size == {"height": 32, "width": 32}  # none was saved
+    default_image_processor(32, center_crop=True).save_pretrained(tmp_path)
+    processor = finetune.load_processor(str(tmp_path), config)
+    assert processor.do_center_crop and Augmentation.from_processor(processor, 3, seed=0).image_size == (32, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_finetuning_keeps_the_processor_of_pretraining(tmp_path):
+    """A model that was pretrained on the middle of photos is fine-tuned and used on the middle, not on squeezed photos."""
+    wide = Image.new("RGB", (96, 32), "blue")
+    wide.paste("red", (32, 0, 64, 32))
+    for name in ("blue", "red"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(20):
+            wide.save(tmp_path / "photos" / name / f"{number}.png")
+    model = random_weights(DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES)))
+    default_image_processor(32, center_crop=True).save_pretrained(tmp_path / "pretrained")
+    model.save_pretrained(tmp_path / "pretrained")
+    few = ["--dataset_path", tmp_path / "photos", "--batch_size", 8, "--num_train_epochs", 1]
+    run("finetune.py", tmp_path / "pretrained", *few, "--output_dir", tmp_path / "out")
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    pixels = processor(wide, return_tensors="pt").pixel_values[0]
+    assert pixels.shape == (3, 32, 32) and (pixels[0] > pixels[2]).all()  # all of it red
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@
 
 MODEL is a pretrained folder or repository of ours, or a ViTMAE one of transformers. Without a data set: the bundled
 images, on a CPU in a minute or two. A recipe is a file in `training/recipes/finetune`; every flag overrides it. The decay of
-the shortcuts stays as it was in pretraining.
+the shortcuts and the image processor stay as they were in pretraining.
 """
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+from transformers import AutoImageProcessor
 
 from hf_decayed import DecayedViTMAEForImageClassification
 from hf_decayed.command_line import fraction, non_negative_float, positive_int
@@ -89,7 +90,7 @@ def main():
     for layer, rate in zip(model.vit.layers, np.linspace(0, options.drop_path, config.num_hidden_layers)):
         layer.dropout = DropPath(float(rate))
     pretrained = model_fingerprint(model.vit)
-    processor = default_image_processor(config.image_size, config.num_channels)
+    processor = load_processor(options.model, config)
     augmentation = Augmentation.from_processor(
         processor, config.num_channels, **augmentation_arguments(options), rand_augment_magnitude=options.rand_augment
     )
@@ -134,6 +135,7 @@ def main():
             run.evaluate(monitor, evaluated)
 
     # End.
+    run.save(processor, "image processor")
     run.save(evaluated)
     measured = run.evaluate(monitor, evaluated)
     dataset = {"name": splits.name, "fingerprint": images.fingerprint(), "number": len(images)}
@@ -141,6 +143,14 @@ def main():
     if run.is_main_process:
         print(f"accuracy {100 * results['accuracy']:.1f} %, loss {results['loss']:.4f}, {results['seconds']:.0f} s")
     run.finish(results, "model")
+
+
+def load_processor(model: str, config):
+    """The processor of the pretrained model: images are cropped or squeezed as in pretraining. Without one, the default."""
+    try:
+        return AutoImageProcessor.from_pretrained(model)
+    except OSError:
+        return default_image_processor(config.image_size, config.num_channels)
 
 
 class DropPath(torch.nn.Module):
