@@ -1,10 +1,25 @@
 """Errors that a user can fix, each told in one sentence."""
 
+import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+# Waits for the end of a process, then prints a sentence.
+PRINT_AFTER = """
+import sys, time, psutil
+try:
+    process = psutil.Process(int(sys.argv[1]))
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.05)
+except psutil.NoSuchProcess:
+    pass
+print(sys.argv[2], file=sys.stderr)
+"""
 
 
 class UserError(ValueError):
@@ -25,11 +40,8 @@ def format_error(error: BaseException) -> str:
     return " ".join(" ".join(lines).split()) or type(error).__name__
 
 
-def print_error(command: str, error: BaseException, sentence: str | None = None) -> str:
-    """Prints an error of a command on standard error, in a line of its own, which is returned.
-
-    Without a `sentence`, the error's own.
-    """
+def print_error(command: str, error: BaseException, sentence: str | None = None) -> None:
+    """Prints an error of a command on standard error, in a line of its own; without a `sentence`, the error's own."""
     from huggingface_hub.errors import StrictDataclassError
 
     # These carry a sentence; of other errors the type tells more than the text.
@@ -37,7 +49,18 @@ def print_error(command: str, error: BaseException, sentence: str | None = None)
     line = f"{command}: {sentence or ('' if known else type(error).__name__ + ': ') + format_error(error)}"
     traceback.clear_frames(error.__traceback__)  # ends loops that the error has left, and closes their progress bars
     print(line, file=sys.stderr)
-    return line
+    repeat_after_launcher(line)
+
+
+def repeat_after_launcher(line: str) -> None:
+    """Under `accelerate launch`, which ends with a traceback of its own, prints a line again below that.
+
+    The launcher is the parent of this process. A process in a session of its own, which torchrun does not end with its
+    workers, waits for its end.
+    """
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("RANK", "0") == "0":
+        command = [sys.executable, "-c", PRINT_AFTER, str(os.getppid()), line]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 @contextmanager

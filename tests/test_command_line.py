@@ -150,17 +150,43 @@ def test_features_of_a_folder(photos, tmp_path, capsys):
     assert "--output must end in .safetensors or .parquet, got 'features.csv'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_errors_under_accelerate_end_with_our_sentence(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(ROOT / "training" / "mae.py")]
-        + ["--dataset_path", str(tmp_path / "absent"), "--output_dir", str(tmp_path / "out")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+def test_an_error_is_repeated_below_the_traceback_of_a_launcher():
+    errors = (
+        f"runpy.run_path({str(ROOT / 'hf_decayed' / 'errors.py')!r})"  # alone: the package takes seconds to import
     )
-    assert result.returncode != 0 and "CalledProcessError" in result.stderr
-    assert result.stderr.strip().splitlines()[-1].startswith("mae.py: There is nothing at ")
+    script = f"import runpy; {errors}['print_error']('mae.py', ValueError('wrong')); raise SystemExit(2)"
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    command = [sys.executable, "-c", launcher, script]
+    environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 1 and lines[0] == lines[-1] == "mae.py: wrong" and "CalledProcessError" in lines[-2]
+    environment["RANK"] = "1"  # the first process repeats it for all
+    assert (
+        subprocess.run(command, env=environment, capture_output=True, text=True).stderr.count("mae.py: wrong\n") == 1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launch, flags, sentence",
+    [
+        (["--cpu"], ["--dataset_path", "absent"], "mae.py: There is nothing at 'absent'."),
+        (["--cpu"], ["--batch_size", "0"], "mae.py: argument --batch_size: must be at least 1, got 0 (see "),
+        (
+            ["--multi_gpu", "--num_processes", "2"],
+            ["--dataset_path", "absent"],
+            "mae.py: There is nothing at 'absent'.",
+        ),
+    ],
+    ids=["path", "flag", "two processes"],
+)
+def test_errors_under_accelerate_end_with_our_sentence(launch, flags, sentence, tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, str(ROOT / "training" / "mae.py"), *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1 and "Traceback" in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith(sentence)
 
 
 def test_a_first_look_evaluates_a_part_of_the_bundled_images(tmp_path):

@@ -25,6 +25,7 @@ from ..command_line import (
 from ..data.arguments import MAY_CHANGE, add_data_arguments, data_arguments
 from ..data.inspection import ImageKind, inspect_images
 from ..data.sources import bundled_variant, load_image_splits
+from ..errors import repeat_after_launcher
 
 
 PHOTOS = "photos_small"  # the recipe of a script for images of a user's own
@@ -89,6 +90,11 @@ class ScriptParser(OneLineParser):
             self.add_argument("--recipe", help=help)
         self.add_argument("--output_dir", type=Path, default=Path("outputs") / name)
         self.add_argument("--seed", type=non_negative_int, default=0)
+
+    def exit(self, status=0, message=None):
+        if status and message:
+            repeat_after_launcher(message.strip())
+        super().exit(status, message)
 
     def parse(self, arguments=None) -> tuple[argparse.Namespace, dict]:
         """Options, and the content of the recipe."""

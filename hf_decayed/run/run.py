@@ -22,7 +22,6 @@ import math
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -609,16 +608,5 @@ def script_main(main: Callable[[], None]) -> None:
         print_error(name, error, f"stopped by {error or 'SIGINT'} before the first step; nothing was changed")
         sys.exit(130)
     except (UserError, StrictDataclassError, ValueError, OSError) as error:
-        repeat_after_launcher(print_error(name, error))
+        print_error(name, error)
         sys.exit(2)
-
-
-def repeat_after_launcher(sentence: str) -> None:
-    """Under `accelerate launch`, which ends with a traceback of its own, says the sentence again below that.
-
-    A process of the shell waits for the end of the launcher, which is this one's parent.
-    """
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ or os.environ.get("RANK", "0") != "0" or os.name != "posix":
-        return
-    wait = 'while case "$(ps -o stat= -p $0)" in ""|Z*) false;; esac; do sleep 0.1; done; printf "%s\\n" "$1" >&2'
-    subprocess.Popen(["sh", "-c", wait, str(os.getppid()), sentence], stdout=subprocess.DEVNULL)
