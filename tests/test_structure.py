@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+import runpy
 import subprocess
 import sys
 
@@ -265,3 +266,17 @@ def test_undeclared_import_is_found():
     (error,) = check_requirements("try:\n    import attrs\nexcept ImportError:\n    pass", file, base, optional)
     assert "attrs, which is not declared" in error
     assert check_requirements("import torch.nn, json\n\n\ndef f():\n    import matplotlib", file, base, optional) == []
+
+
+def test_links_of_the_readme_lead_to_the_repository_on_pypi():
+    absolute_links = runpy.run_path(str(ROOT / "setup.py"))["absolute_links"]
+    repository = "https://example.org/user/hf_decayed"
+    absolute = absolute_links((ROOT / "README.md").read_text(), repository)
+    assert not [
+        target for target in re.findall(r"\]\(([^)\s]+)\)", absolute) if not target.startswith(("https:", "#"))
+    ]
+    targets = re.findall(rf"(!?)\[[^\]]*\]\({repository}/(\w+)/main/([^)#\s]+)", absolute)
+    assert len(targets) > 20 and {kind for picture, kind, _ in targets if picture} == {"raw"}
+    assert all((ROOT / target).exists() for _, _, target in targets)
+    badge = "[![License](https://img.shields.io/license)](LICENSE)"
+    assert absolute_links(badge, repository) == badge.replace("(LICENSE)", f"({repository}/blob/main/LICENSE)")
