@@ -11,6 +11,7 @@ from .command_line import (
     CommandParser,
     OneLineParser,
     boolean,
+    jpeg_quality,
     latent_shape,
     non_negative_int,
     parse_field,
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     named = next((word for word in words if not word.startswith("-")), None)
     for command, add_command in {
         "train": add_train,
+        "prepare": add_prepare,
         "convert": add_convert,
         "evaluate": add_evaluate,
         "report": add_report,
@@ -116,6 +118,37 @@ def training_scripts() -> dict[str, Path]:
     folder = next(folder for folder in (package / "training", package.parent / "training") if folder.is_dir())
     scripts = sorted(folder.glob("*.py"))
     return {path.stem: path for path in scripts if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")}
+
+
+def add_prepare(commands):
+    parser = commands.add_parser(
+        "prepare",
+        help="make the images of a data set small once, for faster training",
+        description="Writes a data set with smaller images as parquet files, which --dataset_path then takes. Labels, names and "
+        "splits stay; data without a split for evaluation gets one, of the images that training would hold out. Images that are "
+        "small enough stay as they are. A command that was stopped continues when it is repeated.",
+        epilog="examples:\n  hf-decayed prepare photos --size 256 --output photos-256\n  hf-decayed train mae --dataset_path "
+        "photos-256",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "data", metavar="DATA", help="folder of images, parquet, arrow or tar files; or a Hub data set"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="new folder to write")
+    parser.add_argument("--size", type=positive_int, default=256, help="pixels of the short side, at most")
+    parser.add_argument("--quality", type=jpeg_quality, default=95, help="of JPEGs, 1 to 100")
+    parser.add_argument(
+        "--uncompressed", action="store_true", help="write BMPs: more disk space, hardly any time to decode"
+    )
+    parser.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop", help="that cannot be decoded")
+    parser.add_argument("--num_workers", type=positive_int, help="threads; by default as many as there are cores")
+    parser.set_defaults(run=run_prepare)
+
+
+def run_prepare(options) -> str:
+    from .data.prepare import prepare_images
+
+    return prepare_images(**command_arguments(options))
 
 
 def add_convert(commands):

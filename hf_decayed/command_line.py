@@ -92,6 +92,7 @@ non_negative_int = number(int, 0)
 positive_float = number(float, 0.0, above=True)
 non_negative_float = number(float, 0.0)
 fraction = number(float, 0.0, 1.0)
+jpeg_quality = number(int, 1, 100)
 positive_fraction = number(float, 0.0, 1.0, above=True)
 
 

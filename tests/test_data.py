@@ -17,7 +17,14 @@ from hf_decayed.data.decoding import decode_image, to_pixels
 from hf_decayed.data.inspection import ImageKind, inspect_images
 from hf_decayed.data.keyed_random import sample_generator
 from hf_decayed.data.sources import HELD_OUT_RULE, find_columns, load_image_splits, load_splits, split_validation
-from hf_decayed.data.transforms import Augmentation, CenterCropProcessor, center_crop, crop_and_resize, crop_boxes
+from hf_decayed.data.transforms import (
+    Augmentation,
+    CenterCropProcessor,
+    center_crop,
+    crop_and_resize,
+    crop_boxes,
+    crop_then_resize,
+)
 from hf_decayed.errors import DataError
 
 
@@ -87,11 +94,74 @@ def test_memory_and_on_demand_see_the_same_images():
     keys = [(0, 5), (0, 1), (3, 1)]
     first, second = memory.__getitems__(keys), lazy.__getitems__(keys)
     assert torch.equal(first["noise"], second["noise"])
-    assert (first["pixel_values"] - second["pixel_values"]).abs().max() < 2 / 255 / 0.25
+    # What is decoded on demand is cropped first: pixels outside of the crop do not reach into its border.
+    border = 4
+    difference = (first["pixel_values"] - second["pixel_values"])[..., border:-border, border:-border]
+    assert difference.abs().max() < 2 / 255 / 0.25
     assert not torch.equal(first["pixel_values"][1], first["pixel_values"][2])  # another epoch, another crop
     alone = memory.__getitems__([(3, 1)])
     torch.testing.assert_close(alone["pixel_values"][0], first["pixel_values"][2])
     assert first["pixel_values"].shape == (3, 3, 16, 16) and first["noise"].shape == (3, 16)
+
+
+def test_crop_then_resize_is_torchvisions():
+    """Which crops by `Image.crop` and resizes by `Image.resize`; to two levels of rounding."""
+    random = np.random.default_rng(0)
+    for channels, size in ((3, (32, 32)), (1, (12, 20))):
+        shape = (70, 90, 3) if channels == 3 else (70, 90)
+        image = Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8))
+        for top, left, height, width in crop_boxes(random.random((20, 24)), 70, 90, (0.05, 1.0)).astype(int).tolist():
+            ours = crop_then_resize(image, (top, left, height, width), size)
+            theirs = image.crop((left, top, left + width, top + height)).resize(size[::-1], Image.Resampling.BICUBIC)
+            assert ours.shape == (*size, channels)
+            assert np.abs(ours.astype(int) - np.asarray(theirs).reshape(ours.shape)).max() <= 2
+
+
+def positions(height, width):
+    """An image whose red tells the column and whose green tells the row."""
+    red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return np.stack([red, green, np.full_like(red, 128)], -1).round().astype(np.uint8)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_scaled_decoding_takes_the_same_crops(orientation):
+    """A JPEG decoded at 1/2, 1/4 and 1/8 against the whole of it: every crop lies where it was drawn."""
+    upright = Image.fromarray(positions(301, 403))
+    turns = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+    stored = upright if turns[orientation] is None else upright.transpose(turns[orientation])
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    stored.save(buffer, "JPEG", quality=95, exif=exif)
+    factors = set()
+    for size, crop_scale in (((16, 16), (0.01, 1.0)), ((120, 100), (0.2, 1.0)), ((30, 30), None)):
+        augmentation = Augmentation(size, 3, 0, [0.5] * 3, [0.5] * 3, seed=0, crop_scale=crop_scale)
+        for index in range(20):
+            image = Image.open(buffer)
+            crop = augmentation.crop(image, (0, index)).astype(float)
+            factors.add(round(max(stored.size) / max(image.size)))
+            draws = sample_generator(0, 0, index).random((1, 24))
+            top, left, height, width = augmentation.boxes(draws, 301, 403)[0]
+            middle = 255 * (left + width / 2 - 0.5) / 402, 255 * (top + height / 2 - 0.5) / 300
+            assert np.abs(crop.mean((0, 1))[:2] - middle).max() < 1.0
+            extent = (crop[:, -1, 0] - crop[:, 0, 0]).mean(), (crop[-1, :, 1] - crop[0, :, 1]).mean()
+            expected = 255 * width / 402 * (1 - 1 / size[1]), 255 * height / 300 * (1 - 1 / size[0])
+            assert np.abs(np.array(extent) - expected).max() < 3.0
+    assert factors == {1, 2, 4, 8}
+
+
+def test_scaled_decoding_loses_little():
+    """Of a picture with fine detail: the mean difference to the crop of the whole picture, in levels of 255."""
+    random = np.random.default_rng(0)
+    coarse = Image.fromarray(random.integers(0, 256, (30, 40, 3), dtype=np.uint8)).resize((1200, 900))
+    pixels = np.asarray(coarse) * 0.9 + random.normal(0, 8, (900, 1200, 3))
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=90)
+    augmentation = Augmentation((64, 64), 3, 0, [0.5] * 3, [0.5] * 3, seed=0)
+    for index in range(8):
+        image, whole = Image.open(buffer), Image.open(buffer)
+        whole.load()  # a picture that was decoded cannot be reduced any more
+        reduced, full = (augmentation.crop(each, (0, index)).astype(float) for each in (image, whole))
+        assert image.width < whole.width and np.abs(reduced - full).mean() < 2.0
 
 
 def test_images_of_many_sizes_are_decoded_on_demand():
@@ -259,7 +329,8 @@ def test_the_middle_is_the_same_for_training_and_for_judging():
         augmentation = Augmentation(size, 3, 0, [0.5] * 3, [0.5] * 3, seed=0, crop_scale=None, horizontal_flip=False)
         keys = [(0, 0), (0, 1)]
         at_once = augmentation.batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), keys)["pixel_values"]
-        one_by_one = augmentation.images(list(pixels), keys)["pixel_values"]
+        crops = [augmentation.crop(Image.fromarray(image), key) for image, key in zip(pixels, keys)]
+        one_by_one = augmentation.images(crops, keys)["pixel_values"]
         judged = CenterCropProcessor(*size, signed=True)([Image.fromarray(image) for image in pixels])["pixel_values"]
         torch.testing.assert_close(judged, one_by_one)
         torch.testing.assert_close(judged, at_once, atol=3 / 127.5, rtol=0)  # Pillow rounds between its passes

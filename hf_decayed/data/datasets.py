@@ -110,15 +110,21 @@ class TrainingImages(torch.utils.data.Dataset):
             if self.views is not None:
                 pixels, _ = self.views.render(pixels, keys, self.augmentation.seed, self.augmentation.num_channels)
             return self.with_labels(self.augmentation.batch(pixels, keys), indices)
-        images, bad_images = [], torch.zeros(len(indices), dtype=torch.long)
-        for position, index in enumerate(indices):
-            while (pixels := self.decode(index)) is None:  # the next image replaces one that cannot be decoded
+        crops, bad_images = [], torch.zeros(len(indices), dtype=torch.long)
+        records = self.dataset[indices][self.image_column]  # at once: row by row is far slower
+        for position, (key, record) in enumerate(zip(keys, records)):
+            while (pixels := self.crop(record, indices[position], key)) is None:  # the next image replaces a bad one
                 bad_images[position] += 1
-                index = (index + 1) % len(self.dataset)
-            images.append(pixels)
-            indices[position] = index
+                indices[position] = (indices[position] + 1) % len(self.dataset)
+                record = self.dataset[indices[position]][self.image_column]
+            crops.append(pixels)
         # Part of the batch, because every worker has its own counter.
-        return {**self.with_labels(self.augmentation.images(images, keys), indices), "bad_images": bad_images}
+        return {**self.with_labels(self.augmentation.images(crops, keys), indices), "bad_images": bad_images}
+
+    def crop(self, record: dict, index: int, key: tuple[int, int]) -> np.ndarray | None:
+        return decode_image(
+            record, self.num_channels, index, self.on_bad_image, lambda image, _: self.augmentation.crop(image, key)
+        )
 
     def with_labels(self, batch: dict[str, torch.Tensor], indices: list[int]) -> dict[str, torch.Tensor]:
         return batch if self.labels is None else {**batch, "labels": self.labels[indices]}
@@ -191,13 +197,18 @@ class StreamedImages(torch.utils.data.IterableDataset):
             count, bad_images = -1, 0
             for count, row in enumerate(self.dataset.shuffle(seed=seed, buffer_size=self.buffer_size)):
                 position = count * workers + number
-                pixels = decode_image(
-                    row[self.image_column], self.augmentation.num_channels, position, self.on_bad_image
+                key = (epoch, position)
+                crop = decode_image(
+                    row[self.image_column],
+                    self.augmentation.num_channels,
+                    position,
+                    self.on_bad_image,
+                    lambda image, _, key=key: self.augmentation.crop(image, key),
                 )
-                if pixels is None:
+                if crop is None:
                     bad_images += 1
                     continue
-                sample = self.augmentation.images([pixels], [(epoch, position)])
+                sample = self.augmentation.images([crop], [key])
                 yield {**{name: tensor[0] for name, tensor in sample.items()}, "bad_images": torch.tensor(bad_images)}
                 bad_images = 0
             if count < 0:

@@ -1,20 +1,33 @@
 """From an image file of any kind to pixels."""
 
+import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Image as ImageFeature
+from PIL import ExifTags, Image
 
 from ..errors import DataError
-from ..models.image_processing_decayed import to_pixels
+from ..models.image_processing_decayed import to_pixels, to_plain_image
 
 
-def decode_image(record: dict, num_channels: int, index: int, on_bad_image: str = "stop") -> np.ndarray | None:
-    """Pixels of an undecoded image; one that cannot be read is an error that names it, or `None` where it may be skipped."""
+def decode_image(
+    record: dict,
+    num_channels: int,
+    index: int,
+    on_bad_image: str = "stop",
+    decode: Callable[[Image.Image, int], Any] = to_pixels,
+) -> Any:
+    """Pixels of an undecoded image; one that cannot be read is an error that names it, or `None` where it may be skipped.
+
+    `decode` takes an image whose header alone was read, and the number of channels; by default it returns all pixels.
+    """
     if num_channels not in (1, 3):
         raise DataError(f"Images have 1 channel (grey) or 3 (RGB); the model takes {num_channels}.")
     try:
-        return to_pixels(ImageFeature().decode_example(record), num_channels)
+        return decode(open_image(record), num_channels)
     except Exception as error:  # Pillow raises many types for broken files
         if on_bad_image == "skip":
             return None
@@ -26,3 +39,49 @@ def decode_image(record: dict, num_channels: int, index: int, on_bad_image: str 
 def image_name(record: dict, index: int) -> str:
     """What an error calls an undecoded image: its file, if it has one, and its row."""
     return f"'{Path(record['path']).name}' (row {index})" if record.get("path") else f"in row {index}"
+
+
+def open_image(record: dict) -> Image.Image:
+    """An undecoded image as Pillow opens it: its pixels are read when they are asked for."""
+    content = read_content(record)
+    return ImageFeature().decode_example(record) if content is None else Image.open(io.BytesIO(content))
+
+
+def read_content(record: dict) -> bytes | None:
+    """The file of an undecoded image; `None` if it is in an archive or on a server, from where `datasets` reads it."""
+    if record["bytes"] is not None:
+        return record["bytes"]
+    path = Path(record["path"])
+    return path.read_bytes() if path.is_file() else None
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Height and width of an image after the rotation that its EXIF data asks for."""
+    return image.size if orientation(image) >= 5 else image.size[::-1]
+
+
+def orientation(image: Image.Image) -> int:
+    """How the EXIF data says that the image lies, 1 to 8; 1 is upright."""
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+def decode_reduced(
+    image: Image.Image, num_channels: int, box: np.ndarray, size: tuple[int, int]
+) -> tuple[Image.Image, np.ndarray, int]:
+    """An opened image in mode L or RGB, at the scale that a box `(top, left, height, width)` of it needs to become `size`.
+
+    A JPEG is decoded at 1/2, 1/4 or 1/8 where the box is so much larger than `size`: a reduced pixel is about the mean of a
+    square of pixels, and the inverse transform of high frequencies is saved. Other formats are decoded whole. Returns the image,
+    the box in its pixels, and the factor.
+    """
+    (height, width), lies = upright_size(image), orientation(image)
+    stored_width, stored_height = image.size
+    factor = next(factor for factor in (8, 4, 2, 1) if factor <= max(1.0, min(box[2] / size[0], box[3] / size[1])))
+    image.draft(None, (stored_width // factor, stored_height // factor))
+    if image.size == (stored_width, stored_height):
+        factor = 1
+    image = to_plain_image(image, num_channels)
+    # Sides that are no multiple of the factor are padded, at the right and the bottom of what the file stores.
+    padding_top = image.height * factor - height if lies in (3, 4, 7, 8) else 0
+    padding_left = image.width * factor - width if lies in (2, 3, 6, 7) else 0
+    return image, (box + np.array([padding_top, padding_left, 0, 0])) / factor, factor

@@ -160,6 +160,30 @@ def load_splits(
     class, a file or folder of parquet, arrow or WebDataset tars, images with masks (see `segmentation_folders.py`), or a
     folder that `save_to_disk` wrote.
     """
+    splits, name = load_all_splits(dataset_name, dataset_config, dataset_path, streaming)
+    if train_split not in splits:
+        raise DataError(f"'{name}' has no split '{train_split}'; it has {', '.join(splits)}.")
+    if eval_split == train_split:
+        raise DataError(f"'{eval_split}' cannot be trained on and held out at once.")
+    if eval_split is None:
+        # Test splits last: those of benchmarks often come without their labels.
+        candidates = [split for split in ("validation", "val", "test") if split in splits and split != train_split]
+        eval_split = candidates[0] if candidates else None
+    elif eval_split not in splits:
+        raise DataError(f"'{name}' has no split '{eval_split}'; it has {', '.join(splits)}.")
+    for split in filter(None, (train_split, eval_split)):
+        if isinstance(splits[split], Dataset) and len(splits[split]) == 0:
+            raise DataError(f"The split '{split}' of '{name}' is empty.")
+    return splits[train_split], splits[eval_split] if eval_split else None, name
+
+
+def load_all_splits(
+    dataset_name: str | None = None,
+    dataset_config: str | None = None,
+    dataset_path: str | None = None,
+    streaming: bool = False,
+) -> tuple[dict[str, Dataset | IterableDataset], str]:
+    """Every split of a data set as [`load_splits`] takes it, and its name without a local path in it."""
     if dataset_name and dataset_path:
         raise DataError(f"Give a data set's name or a path, not both; got '{dataset_name}' and '{dataset_path}'.")
     variant = bundled_variant(dataset_name, dataset_path)
@@ -181,20 +205,7 @@ def load_splits(
         raise DataError(f"'{name}' could not be loaded, or is empty: {str(error).splitlines()[0]}") from error
     if not isinstance(splits, dict):
         splits = {"train": splits}
-    if train_split not in splits:
-        raise DataError(f"'{name}' has no split '{train_split}'; it has {', '.join(splits)}.")
-    if eval_split == train_split:
-        raise DataError(f"'{eval_split}' cannot be trained on and held out at once.")
-    if eval_split is None:
-        # Test splits last: those of benchmarks often come without their labels.
-        candidates = [split for split in ("validation", "val", "test") if split in splits and split != train_split]
-        eval_split = candidates[0] if candidates else None
-    elif eval_split not in splits:
-        raise DataError(f"'{name}' has no split '{eval_split}'; it has {', '.join(splits)}.")
-    for split in filter(None, (train_split, eval_split)):
-        if isinstance(splits[split], Dataset) and len(splits[split]) == 0:
-            raise DataError(f"The split '{split}' of '{name}' is empty.")
-    return splits[train_split], splits[eval_split] if eval_split else None, name
+    return splits, name
 
 
 def load_path(path: Path, streaming: bool) -> dict | Dataset:

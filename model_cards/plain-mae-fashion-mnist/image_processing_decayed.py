@@ -1,7 +1,7 @@
 """Image processors that are saved with a model: how an image becomes `pixel_values`."""
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from transformers import ViTImageProcessorPil
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
 
@@ -34,7 +34,14 @@ class GreyImageProcessor(ViTImageProcessorPil):
 
 def to_pixels(image: Image.Image, num_channels: int) -> np.ndarray:
     """An image of any kind as `(height, width, num_channels)` bytes: upright, 8 bits, on white where transparent."""
-    image = ImageOps.exif_transpose(image)
+    pixels = np.asarray(to_plain_image(image, num_channels))
+    return pixels.reshape(*pixels.shape[:2], num_channels)
+
+
+def to_plain_image(image: Image.Image, num_channels: int) -> Image.Image:
+    """An image of any kind in Pillow's mode L, for 1 channel, or RGB, as [`to_pixels`] has it; maybe the image itself."""
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # `exif_transpose` copies images that are upright
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith(("I", "F")):  # 16 bits and more would be clipped, not scaled
         values = np.asarray(image, dtype=np.float64)
         if not np.isfinite(values).all():
@@ -44,8 +51,8 @@ def to_pixels(image: Image.Image, num_channels: int) -> np.ndarray:
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    pixels = np.asarray(image.convert("L" if num_channels == 1 else "RGB"))
-    return pixels.reshape(*pixels.shape[:2], num_channels)
+    mode = "L" if num_channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)
 
 
 def default_image_processor(

@@ -1,0 +1,217 @@
+"""Images of a data set made small once, so that training need not decode large ones in every epoch; `hf-decayed prepare`."""
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from PIL import Image
+from tqdm.auto import tqdm
+
+from ..command_line import count_cores
+from ..errors import DataError, UserError
+from ..provenance import sanitized_command, versions
+from .decoding import decode_image, decode_reduced, read_content, upright_size
+from .sources import HELD_OUT_RULE, find_columns, load_all_splits, rows_fingerprint, split_validation
+
+
+RECORD = "prepared.json"
+
+
+def prepare_images(
+    data: str,
+    output: str | os.PathLike,
+    size: int = 256,
+    quality: int = 95,
+    uncompressed: bool = False,
+    on_bad_image: str = "stop",
+    num_workers: int | None = None,
+    shard_size: int = 1024,
+) -> str:
+    """Writes a data set with images of at most `size` pixels at their short side as parquet files; returns a summary.
+
+    The folder has all splits and columns, and loads as any other folder of parquet files. Smaller images stay as they are. Data
+    without a split for evaluation gets one, `validation`: the images that scripts would hold out of the originals. Until the
+    folder is complete it has the suffix `.incomplete`; a command that was stopped continues there when it is repeated.
+
+    Args:
+        data (`str`): Folder or file as `--dataset_path` takes it, or a data set on the Hub.
+        output (`str` or `os.PathLike`): New folder.
+        quality (`int`, defaults to 95): Of the JPEGs, 1 to 100.
+        uncompressed (`bool`): Write BMPs instead: about seven times the disk space, and hardly any time to decode.
+        num_workers (`int`, *optional*): Threads; by default as many as there are cores.
+        shard_size (`int`, defaults to 1024): Images of a file.
+    """
+    is_path = Path(data).exists() or data.startswith((".", "/", "~"))
+    splits, name = load_all_splits(dataset_path=data) if is_path else load_all_splits(dataset_name=data)
+    check_columns(splits, name)
+    splits, held_out_rule = hold_out(splits)
+    encoding = "bmp" if uncompressed else f"jpeg {quality}"
+    identity = describe(splits, name) | {"size": size, "encoding": encoding, "shard_size": shard_size}
+    output = Path(output)
+    if is_prepared(output, identity):
+        return f"'{output}' holds these images already"
+    folder = output.with_name(output.name + ".incomplete")
+    is_prepared(folder, identity)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_record(folder, identity)
+
+    root = Path(data).resolve() if is_path else None
+    number = sum(len(rows) for rows in splits.values())
+    digests, counts = {}, dict.fromkeys(splits, 0)
+    with (
+        ThreadPoolExecutor(num_workers or count_cores()) as pool,
+        tqdm(total=number, desc="preparing", unit="image") as progress,
+    ):
+        for split, rows in splits.items():
+            starts = range(0, len(rows), shard_size)
+            for index, start in enumerate(starts):
+                path = folder / f"{split}-{index:05d}-of-{len(starts):05d}.parquet"
+                shard = range(start, min(start + shard_size, len(rows)))
+                if not is_complete(path):
+                    write_shard(path, rows, shard, size, None if uncompressed else quality, on_bad_image, root, pool)
+                counts[split] += pyarrow.parquet.read_metadata(path).num_rows
+                digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+                progress.update(len(shard))
+    if not all(counts.values()):
+        raise DataError(f"None of the images of '{name}' could be decoded.")
+    about = {"held_out_rule": held_out_rule, "images": counts, "skipped": number - sum(counts.values())}
+    command = " ".join(["hf-decayed", *sanitized_command()])
+    write_record(folder, identity | about | {"sha256": digests, "command": command, "versions": versions()})
+    for leftover in folder.glob(".writing-*"):  # of a command that was killed
+        leftover.unlink()
+    os.replace(folder, output)
+    skipped = f", {about['skipped']} skipped" if about["skipped"] else ""
+    megabytes = sum(path.stat().st_size for path in output.iterdir()) / 1e6
+    return f"{sum(counts.values())} images{skipped} in {len(digests)} files, {megabytes:.1f} MB: {output}"
+
+
+def check_columns(splits: dict[str, Dataset], name: str) -> None:
+    for rows in splits.values():
+        images = [column for column, feature in rows.features.items() if isinstance(feature, ImageFeature)]
+        if len(images) > 1:
+            raise UserError(f"'{name}' has the image columns {', '.join(images)}: masks cannot be prepared yet.")
+
+
+def hold_out(splits: dict[str, Dataset]) -> tuple[dict[str, Dataset], str]:
+    """Splits with one for evaluation, and which images it has."""
+    if set(splits) & {"validation", "val", "test"} or "train" not in splits:
+        return splits, "the evaluation split"
+    held_out, train = split_validation(splits["train"], find_columns(splits["train"])[0])
+    return {**splits, "train": train, "validation": held_out}, HELD_OUT_RULE
+
+
+def describe(splits: dict[str, Dataset], name: str) -> dict:
+    """What the images are, for the record: a folder that was prepared from others is not continued."""
+    described = {
+        split: {"rows": len(rows), "fingerprint": rows_fingerprint(rows, find_columns(rows)[0])}
+        for split, rows in splits.items()
+    }
+    return {"source": name, "splits": described}
+
+
+def is_prepared(folder: Path, identity: dict) -> bool:
+    """Whether a folder was prepared with these settings; one that holds anything else is refused."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        raise UserError(f"'{folder}' exists, and holds no images that this command prepared.") from None
+    if different := [name for name in identity if record.get(name) != identity[name]]:
+        raise UserError(f"'{folder}' was prepared otherwise ({', '.join(different)} differ): name another folder.")
+    return True
+
+
+def write_record(folder: Path, record: dict) -> None:
+    with whole_file(folder / RECORD) as temporary:
+        temporary.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def is_complete(path: Path) -> bool:
+    try:
+        return pyarrow.parquet.read_metadata(path).num_rows >= 0
+    except (OSError, pyarrow.ArrowInvalid):  # absent, or cut off by a full disk
+        return False
+
+
+def write_shard(
+    path: Path,
+    rows: Dataset,
+    indices: range,
+    size: int,
+    quality: int | None,
+    on_bad_image: str,
+    root: Path | None,
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Writes some rows of a split, or nothing."""
+    image_column, _ = find_columns(rows)
+    columns = rows.cast_column(image_column, ImageFeature(decode=False))[indices.start : indices.stop]
+    records = columns[image_column]
+    contents = list(
+        pool.map(
+            lambda index, record: decode_image(
+                record, 3, index, on_bad_image, lambda image, _: shrink_image(image, record, size, quality)
+            ),
+            indices,
+            records,
+        )
+    )
+    good = [position for position, content in enumerate(contents) if content is not None]
+    columns = {name: [values[position] for position in good] for name, values in columns.items()}
+    columns[image_column] = [
+        {"bytes": contents[position], "path": relative_name(records[position]["path"], root)} for position in good
+    ]
+    with whole_file(path) as temporary:
+        Dataset.from_dict(columns, features=rows.features).to_parquet(temporary)
+
+
+def shrink_image(image: Image.Image, record: dict, size: int, quality: int | None) -> bytes:
+    """An opened image as a file with a short side of at most `size` pixels: JPEG, or BMP where `quality` is `None`."""
+    height, width = upright_size(image)
+    content = read_content(record)
+    if min(height, width) <= size and quality is not None and content is not None:
+        image.load()  # a broken file is found now
+        return content
+    scale = min(1.0, size / min(height, width))
+    new_height, new_width = max(1, round(scale * height)), max(1, round(scale * width))
+    is_grey = image.mode in ("1", "L", "LA", "La") or image.mode.startswith(("I", "F"))
+    # Decoded at twice the new size or more: what is seen in every epoch is worth the time.
+    box = (0, 0, height, width)
+    image, box, _ = decode_reduced(image, 1 if is_grey else 3, box, (2 * new_height, 2 * new_width))
+    if (image.width, image.height) != (new_width, new_height):
+        top, left, height, width = box
+        sides = (left, top, left + width, top + height)
+        image = image.resize((new_width, new_height), Image.Resampling.BICUBIC, sides)
+    buffer = io.BytesIO()
+    image.save(buffer, "BMP") if quality is None else image.save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
+
+
+def relative_name(path: str | None, root: Path | None) -> str | None:
+    """What a file is called inside of its data set; nothing of the folders above it is kept."""
+    if path is None:
+        return None
+    file = Path(path)
+    return file.relative_to(root).as_posix() if root is not None and file.is_relative_to(root) else file.name
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Another name to write to, which becomes the file at the end; an error leaves nothing behind."""
+    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"'{path.name}' could not be written in '{path.parent}': {error}") from error
