@@ -47,8 +47,8 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     """A hash of weights and config: the same for the same model, wherever it is stored."""
     digest = hashlib.sha256(type(model).__name__.encode())
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else dict(model.config)
-    # `custom_pipelines` says what code comes with a model, not what the model is.
-    unrelated = ("transformers_version", "custom_pipelines")
+    # `custom_pipelines` says what code comes with a model, `decode_ratio` how fast it trains: not what the model is.
+    unrelated = ("transformers_version", "custom_pipelines", "decode_ratio")
     meaning = {name: value for name, value in config.items() if not name.startswith("_") and name not in unrelated}
     digest.update(json.dumps(meaning, sort_keys=True, default=str).encode())
     # Neither weights nor config tell of `decay_shortcuts`, whose blocks hold its settings.

@@ -124,6 +124,12 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
             ],
         ),
         (
+            "decode_ratio",
+            ["--batch_size", 4],
+            [f"tiny, {preset} preset: pretraining step, batch 4" for preset in ("default", "plain")],
+        ),
+        ("images", ["--images", 2], ["500 x 375 JPEGs of 61 kB, random crops of 224 pixels"]),
+        (
             "data",
             ["--batch_size", 8, "--steps", 1],
             [

@@ -88,6 +88,8 @@ WRONG = [
     ({"residual_form": "scale"}, "residual_form.*got scale"),
     ({"residual_form": "scale_both"}, "`residual_form='scale_both'`.*`shortcut_decay=1.0`.*0.6"),
     ({"decoder_input": "image"}, "decoder_input.*got image"),
+    ({"decode_ratio": 0}, r"`decode_ratio` must lie in \(0, 1\], got 0"),
+    ({"decode_ratio": 1.5}, r"`decode_ratio` must lie in \(0, 1\], got 1.5"),
     ({"pooling": "max"}, "pooling.*got max"),
     ({"encoder_decoder_skips": "yes"}, "encoder_decoder_skips.*'yes'"),
     ({"encoder_decoder_skips": 7}, "`encoder_decoder_skips` must be true, false or a number up to .* got 7"),

@@ -200,6 +200,7 @@ FAMILIES = {
             ),
             "encoder_decoder_skips": (lambda value: type(value) in (bool, int), [True, False, 0, 1, 2]),
             "decoder_input": (is_one_of("positions", "latent"), ["positions", "latent"]),
+            "decode_ratio": (is_number(1e-320, 1), [0.1, 0.5, 1.0]),
             "pooling": (is_one_of("cls", "mean", "patch_mean"), ["cls", "mean", "patch_mean"]),
             "num_labels": LABELS,
             **switches("zero_init_branches", "final_norm"),

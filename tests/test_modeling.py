@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import TINY_SIZES, random_weights
+from conftest import PRESETS, TINY_SIZES, random_weights
 from torch.nn import functional as F
 
 from hf_decayed import (
@@ -97,6 +97,52 @@ def test_loss_alone_equals_loss_with_logits(preset, pixel_values, noise):
 
 
 # Initial values, frozen ones first.
+
+
+def test_decode_ratio_is_a_random_share_of_the_masked_patches(preset, pixel_values, noise):
+    """Of a decoder whose tokens do not see one another, the loss is that of the patches of this share."""
+    model = random_weights(DecayedViTMAEForPreTraining(preset))
+    with torch.no_grad():
+        for layer in model.decoder.decoder_layers:
+            layer.attention.o_proj.weight.zero_()
+            layer.attention.o_proj.bias.zero_()
+    whole = model(pixel_values, noise=noise)
+    errors = (whole.logits - model.patchify(pixel_values)).square().mean(-1)
+    order = noise.argsort(1)  # four visible patches, then twelve masked ones
+    for decode_ratio, number in ((1.0, 12), (0.5, 6), (0.01, 1)):
+        model.config.decode_ratio = decode_ratio
+        loss = model(pixel_values, noise=noise, return_logits=False).loss
+        torch.testing.assert_close(loss, errors.gather(1, order[:, 4 : 4 + number]).mean())
+        assert torch.equal(model(pixel_values, noise=noise).logits, whole.logits)  # complete, whatever the share
+    assert torch.equal(model(pixel_values, noise=noise).loss, whole.loss)
+
+
+def test_decode_ratio_one_is_bit_equal_to_no_ratio(preset, pixel_values, noise):
+    """The decoder of all masked patches, and the decoder that is told their number."""
+    model = random_weights(DecayedViTMAEForPreTraining(preset)).eval()
+    outputs = model.vit(pixel_values, noise=noise, output_skips=True)
+    all_patches = model.decoder(outputs.last_hidden_state, outputs.ids_restore, outputs.skips)
+    told = model.decoder(outputs.last_hidden_state, outputs.ids_restore, outputs.skips, num_decoded=12)
+    assert told.shape[1] == 12 and torch.equal(told, all_patches[:, 4:])
+
+
+@pytest.mark.parametrize("name", ["default", "plain", "skips_and_latent"])
+def test_decode_ratio_with_checkpointing_and_compiled(name, pixel_values, noise):
+    def gradients(prepare):
+        torch.manual_seed(0)
+        model = random_weights(DecayedViTMAEForPreTraining(PRESETS[name](**TINY_SIZES, decode_ratio=0.5))).train()
+        loss = prepare(model)(pixel_values, noise=noise, return_logits=False).loss
+        loss.backward()
+        return {**{key: parameter.grad for key, parameter in model.named_parameters()}, "loss": loss.detach()}
+
+    def checkpointing(model):
+        model.gradient_checkpointing_enable()
+        return model
+
+    plain = gradients(lambda model: model)
+    assert all(gradient is not None for gradient in plain.values())
+    for prepare in (checkpointing, lambda model: torch.compile(model, backend="eager", fullgraph=True)):
+        torch.testing.assert_close(gradients(prepare), plain)
 
 
 def test_initial_value_of_every_parameter(preset):

@@ -139,6 +139,9 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
         decoder_input (`str`, *optional*, defaults to `"positions"`):
             `positions`: the decoder starts from its position table and sees the image through the skips only.
             `latent`: it starts from the projected encoder output and mask tokens, as in He et al.
+        decode_ratio (`float`, *optional*, defaults to 1.0):
+            Share of the masked patches, chosen at random, that the decoder predicts where the loss alone is asked for
+            (`return_logits=False`), in (0, 1]: less makes a training step faster. With logits it predicts all of them.
         zero_init_branches (`bool`, *optional*, defaults to `True`):
             Attention output, MLP output and prediction head start at zero. Needed for `shortcut_decay` below 0.7.
         final_norm (`bool`, *optional*, defaults to `False`):
@@ -167,6 +170,7 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
     residual_form: Literal["decay", "scale_both", "scale_branch"] = "decay"
     encoder_decoder_skips: bool | int = True
     decoder_input: Literal["positions", "latent"] = "positions"
+    decode_ratio: float | int = 1.0
     zero_init_branches: bool = True
     final_norm: bool = False
     pooling: Literal["cls", "mean", "patch_mean"] = "mean"
@@ -337,6 +341,8 @@ class DecayedViTMAEConfig(BackboneConfigMixin, ViTMAEConfig):
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "mask_ratio"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"`{name}` must lie in [0, 1), got {getattr(self, name)}.")
+        if not 0.0 < self.decode_ratio <= 1.0:
+            raise ValueError(f"`decode_ratio` must lie in (0, 1], got {self.decode_ratio}.")
         if not 0.0 < self.layer_norm_eps < math.inf:
             raise ValueError(f"`layer_norm_eps` must be positive and finite, got {self.layer_norm_eps}.")
         if not 0.0 <= self.initializer_range < math.inf:

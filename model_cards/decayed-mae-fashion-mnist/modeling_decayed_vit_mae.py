@@ -356,19 +356,24 @@ class DecayedViTMAEDecoder(nn.Module):
         ids_restore: torch.Tensor,
         skips: tuple[torch.Tensor, ...] = (),
         grid_size: tuple[int, int] | None = None,
-        masked_only: bool = False,
+        num_decoded: int | None = None,
     ) -> torch.Tensor:
-        """Predicted patches in shuffled order, visible patches first; with `masked_only`, the masked patches alone.
+        """Predicted patches in shuffled order, visible patches first; with `num_decoded`, so many masked patches alone.
 
         Args:
             latent (`torch.Tensor` of shape `(batch, 1 + num_visible, hidden_size)`): Encoder output.
             ids_restore (`torch.Tensor` of shape `(batch, num_patches)`): Index of each patch in the shuffled order.
             skips (`tuple(torch.Tensor)`): Encoder outputs for the first decoder layers, deepest first.
             grid_size (`tuple(int, int)`, *optional*): Patches along height and width; the configured grid by default.
+            num_decoded (`int`, *optional*):
+                Number of masked patches that the decoder gets, the first in the shuffled order: as the order is random, a
+                random share of them. By default it gets all.
         """
         batch_size, num_visible = latent.shape[0], latent.shape[1] - 1
         ids_shuffle = ids_restore.argsort(dim=1)
-        order = F.pad(ids_shuffle + 1, (1, 0))  # the class token stays first: (batch, 1 + num_patches)
+        if num_decoded is not None:
+            ids_shuffle = ids_shuffle[:, : num_visible + num_decoded]
+        order = F.pad(ids_shuffle + 1, (1, 0))  # the class token stays first: (batch, 1 + decoder patches)
         positions = interpolate_positions(
             self.decoder_pos_embed, self.config.grid_size, grid_size or self.config.grid_size
         )
@@ -377,7 +382,7 @@ class DecayedViTMAEDecoder(nn.Module):
             tokens = self.decoder_embed(torch.cat([self.decoder_cls_token, positions[:, 1:]], dim=1))
             hidden_states = tokens[0].index_select(0, order.flatten()).view(*order.shape, -1)
         else:
-            masked = self.mask_token.expand(batch_size, ids_restore.shape[1] - num_visible, -1)
+            masked = self.mask_token.expand(batch_size, ids_shuffle.shape[1] - num_visible, -1)
             hidden_states = torch.cat([self.decoder_embed(latent), masked], dim=1) + positions[0][order]
 
         for index, layer in enumerate(self.decoder_layers):
@@ -385,7 +390,7 @@ class DecayedViTMAEDecoder(nn.Module):
                 hidden_states = self.skips[index](hidden_states, skips[index])
             hidden_states = layer(hidden_states)
 
-        hidden_states = hidden_states[:, 1 + num_visible :] if masked_only else hidden_states[:, 1:]
+        hidden_states = hidden_states[:, 1:] if num_decoded is None else hidden_states[:, 1 + num_visible :]
         return self.decoder_pred(self.decoder_norm(hidden_states))
 
 
@@ -665,8 +670,8 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
         return_loss (`bool`, *optional*, defaults to `True`):
             Compute the mean squared error over the masked patches.
         return_logits (`bool`, *optional*, defaults to `True`):
-            Return predictions of all patches, in patch order. With `False` only the masked patches are predicted, which
-            is enough for the loss.
+            Return predictions of all patches, in patch order. With `False` only masked patches are predicted, which is
+            enough for the loss: the share `config.decode_ratio` of them.
         """
         reject_unknown_arguments(kwargs, self)
         mask_ratio = self.config.mask_ratio if mask_ratio is None else mask_ratio
@@ -686,24 +691,27 @@ class DecayedViTMAEForPreTraining(DecayedViTMAEPreTrainedModel, ViTMAEForPreTrai
             **kwargs,
         )
         num_visible = outputs.last_hidden_state.shape[1] - 1
+        num_decoded = num_masked = math.prod(grid_size) - num_visible
+        if not return_logits:
+            num_decoded = max(1, round(self.config.decode_ratio * num_masked))
         predicted = self.decoder(
             outputs.last_hidden_state,
             outputs.ids_restore,
             outputs.skips,
             grid_size,
-            masked_only=not return_logits,
+            num_decoded=None if return_logits else num_decoded,
         )
         loss = None
         if return_loss:
-            ids_masked = outputs.ids_restore.argsort(dim=1)[:, num_visible:]
-            target = select_rows(self.patchify(pixel_values, interpolate_pos_encoding), ids_masked)
+            ids_decoded = outputs.ids_restore.argsort(dim=1)[:, num_visible : num_visible + num_decoded]
+            target = select_rows(self.patchify(pixel_values, interpolate_pos_encoding), ids_decoded)
             # In float32 at least, and on the decoder's device, which may not be the image's.
             target = target.to(predicted.device, torch.promote_types(predicted.dtype, torch.float32))
             if self.config.norm_pix_loss:
                 variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
                 target = (target - mean) / (variance + 1.0e-6) ** 0.5
-            # Every image has the same number of masked patches, so one mean over all pixels is the mean over patches.
-            loss = F.mse_loss(predicted[:, -ids_masked.shape[1] :].to(target.dtype), target)
+            # Every image has the same number of them, so one mean over all pixels is the mean over patches.
+            loss = F.mse_loss(predicted[:, -num_decoded:].to(target.dtype), target)
 
         return ViTMAEForPreTrainingOutput(
             loss=loss,
