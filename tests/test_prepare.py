@@ -159,7 +159,7 @@ def test_killed_and_repeated(photos, tmp_path):
     prepare_images(str(photos), tmp_path / "whole", size=40, shard_size=1)
     code = (
         "import sys, time; from hf_decayed.data import prepare; write = prepare.write_shard;"
-        "prepare.write_shard = lambda *arguments: (write(*arguments), time.sleep(0.2));"
+        "prepare.write_shard = lambda *arguments: time.sleep(0.2) or write(*arguments);"
         "prepare.prepare_images(sys.argv[1], sys.argv[2], size=40, shard_size=1)"
     )
     command = [sys.executable, "-c", code, str(photos), str(tmp_path / "killed")]

@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image
@@ -46,7 +44,7 @@ def prepare_images(
         data (`str`): Folder or file as `--dataset_path` takes it, or a data set on the Hub.
         output (`str` or `os.PathLike`): New folder.
         quality (`int`, defaults to 95): Of the JPEGs, 1 to 100.
-        uncompressed (`bool`): Write BMPs instead: about seven times the disk space, and hardly any time to decode.
+        uncompressed (`bool`): Write BMPs instead: several times the disk space, and hardly any time to decode.
         num_workers (`int`, *optional*): Threads; by default as many as there are cores.
         shard_size (`int`, defaults to 1024): Images of a file.
     """
@@ -57,16 +55,15 @@ def prepare_images(
     encoding = "bmp" if uncompressed else f"jpeg {quality}"
     identity = describe(splits, name) | {"size": size, "encoding": encoding, "shard_size": shard_size}
     output = Path(output)
-    if is_prepared(output, identity):
+    if read_record(output, identity):
         return f"'{output}' holds these images already"
     folder = output.with_name(output.name + ".incomplete")
-    is_prepared(folder, identity)
+    shards = (read_record(folder, identity) or {}).get("shards", {})  # those that an earlier command has written
     folder.mkdir(parents=True, exist_ok=True)
-    write_record(folder, identity)
 
     root = Path(data).resolve() if is_path else None
     number = sum(len(rows) for rows in splits.values())
-    digests, counts = {}, dict.fromkeys(splits, 0)
+    counts = dict.fromkeys(splits, 0)
     with (
         ThreadPoolExecutor(num_workers or count_cores()) as pool,
         tqdm(total=number, desc="preparing", unit="image") as progress,
@@ -76,22 +73,24 @@ def prepare_images(
             for index, start in enumerate(starts):
                 path = folder / f"{split}-{index:05d}-of-{len(starts):05d}.parquet"
                 shard = range(start, min(start + shard_size, len(rows)))
-                if not is_complete(path):
-                    write_shard(path, rows, shard, size, None if uncompressed else quality, on_bad_image, root, pool)
-                counts[split] += pyarrow.parquet.read_metadata(path).num_rows
-                digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+                if not path.exists() or shards.get(path.name, {}).get("sha256") != file_digest(path):
+                    jpeg_quality = None if uncompressed else quality
+                    written = write_shard(path, rows, shard, size, jpeg_quality, on_bad_image, root, pool)
+                    shards[path.name] = {"images": written, "sha256": file_digest(path)}
+                    write_record(folder, {**identity, "shards": shards})
+                counts[split] += shards[path.name]["images"]
                 progress.update(len(shard))
     if not all(counts.values()):
         raise DataError(f"None of the images of '{name}' could be decoded.")
     about = {"held_out_rule": held_out_rule, "images": counts, "skipped": number - sum(counts.values())}
     command = " ".join(["hf-decayed", *sanitized_command()])
-    write_record(folder, identity | about | {"sha256": digests, "command": command, "versions": versions()})
+    write_record(folder, identity | about | {"shards": shards, "command": command, "versions": versions()})
     for leftover in folder.glob(".writing-*"):  # of a command that was killed
         leftover.unlink()
     os.replace(folder, output)
     skipped = f", {about['skipped']} skipped" if about["skipped"] else ""
     megabytes = sum(path.stat().st_size for path in output.iterdir()) / 1e6
-    return f"{sum(counts.values())} images{skipped} in {len(digests)} files, {megabytes:.1f} MB: {output}"
+    return f"{sum(counts.values())} images{skipped} in {len(shards)} files, {megabytes:.1f} MB: {output}"
 
 
 def check_columns(splits: dict[str, Dataset], name: str) -> None:
@@ -118,17 +117,17 @@ def describe(splits: dict[str, Dataset], name: str) -> dict:
     return {"source": name, "splits": described}
 
 
-def is_prepared(folder: Path, identity: dict) -> bool:
-    """Whether a folder was prepared with these settings; one that holds anything else is refused."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
+def read_record(folder: Path, identity: dict) -> dict | None:
+    """The record of a folder that was prepared with these settings; one that holds anything else is refused."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.glob("[!.]*"))):
+        return None
     try:
         record = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
         raise UserError(f"'{folder}' exists, and holds no images that this command prepared.") from None
     if different := [name for name in identity if record.get(name) != identity[name]]:
         raise UserError(f"'{folder}' was prepared otherwise ({', '.join(different)} differ): name another folder.")
-    return True
+    return record
 
 
 def write_record(folder: Path, record: dict) -> None:
@@ -136,11 +135,8 @@ def write_record(folder: Path, record: dict) -> None:
         temporary.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def is_complete(path: Path) -> bool:
-    try:
-        return pyarrow.parquet.read_metadata(path).num_rows >= 0
-    except (OSError, pyarrow.ArrowInvalid):  # absent, or cut off by a full disk
-        return False
+def file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_shard(
@@ -152,8 +148,8 @@ def write_shard(
     on_bad_image: str,
     root: Path | None,
     pool: ThreadPoolExecutor,
-) -> None:
-    """Writes some rows of a split, or nothing."""
+) -> int:
+    """Writes some rows of a split, or nothing; returns how many images could be decoded."""
     image_column, _ = find_columns(rows)
     columns = rows.cast_column(image_column, ImageFeature(decode=False))[indices.start : indices.stop]
     records = columns[image_column]
@@ -173,6 +169,7 @@ def write_shard(
     ]
     with whole_file(path) as temporary:
         Dataset.from_dict(columns, features=rows.features).to_parquet(temporary)
+    return len(good)
 
 
 def shrink_image(image: Image.Image, record: dict, size: int, quality: int | None) -> bytes:
