@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT
+from gpu_arithmetic import MODELS, estimates, forward_flops, parameters, render_estimates
 from timing import (
     OPERATORS,
     Stopwatch,
@@ -202,6 +203,19 @@ def test_benchmark_runs(name, flags, titles, tmp_path):
     assert results["command"].startswith(f"python training/benchmarks/{name}.py --sizes tiny")
     assert all(row["images per second"] > 0 for table in results["tables"] for row in table["rows"].values())
     assert all(f"**{title}**" in result.stdout for title in titles)
+
+
+def test_arithmetic_of_gpus():
+    """Parameters and operations of the published models, and the table of the docs."""
+    stacks, _ = MODELS["MAE, ViT-B/16"]
+    assert parameters(stacks) == pytest.approx(112e6, rel=0.03)  # 111.9 M with embeddings and norms
+    stacks, _ = MODELS["SiT-XL/2, 256 pixels"]
+    assert parameters(stacks) == pytest.approx(675e6, rel=0.03)
+    assert forward_flops(stacks) == pytest.approx(2 * 118.6e9, rel=0.03)  # the paper counts a product as one
+    page = (ROOT / "docs" / "speed.md").read_text()
+    results = json.loads((ROOT / "model_cards" / "results" / "gpu_arithmetic.json").read_text())
+    assert results == json.loads(json.dumps(estimates()))
+    assert f"<!-- gpu_arithmetic -->\n{render_estimates(results)}\n<!-- end -->" in page
 
 
 @pytest.mark.slow
