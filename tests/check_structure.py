@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_decayed"
 # A room imports rooms of earlier lines; those of one line do not import one another.
 ORDER = [
-    ["errors", "command_line", "provenance"],
+    ["errors", "command_line", "precision", "provenance"],
     ["models", "pipelines", "losses"],
     ["kinds", "decay"],
     ["plots"],

@@ -44,7 +44,7 @@ from hf_decayed.run.checkpoints import (
     find_damage,
     random_state,
     save_checkpoint,
-    saved_threads,
+    saved_setting,
     set_random_state,
 )
 from hf_decayed.run.monitors import RepresentationMonitor, class_turns
@@ -469,8 +469,9 @@ def test_a_resumed_run_has_the_threads_of_its_checkpoint(tmp_path):
         (folder / f"step-{step:08d}").mkdir(parents=True)
         text = "damaged" if state is None else json.dumps(state)
         (folder / f"step-{step:08d}" / "state.json").write_text(text)
-    assert saved_threads("latest", folder) == 2 and saved_threads(str(folder / "step-00000001"), folder) == 3
-    assert saved_threads("latest", tmp_path) is None
+    assert saved_setting("latest", folder, "cpu_threads") == 2
+    assert saved_setting(str(folder / "step-00000001"), folder, "cpu_threads") == 3
+    assert saved_setting("latest", tmp_path, "cpu_threads") is None
     parser = example_parser(tmp_path)
     flags = ["--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -26,6 +26,7 @@ from ..data.arguments import MAY_CHANGE, add_data_arguments, data_arguments
 from ..data.inspection import ImageKind, inspect_images
 from ..data.sources import bundled_variant, load_image_splits
 from ..errors import repeat_after_launcher
+from ..models.configuration_decayed_vit_mae import SIZES, as_pair
 
 
 PHOTOS = "photos_small"  # the recipe of a script for images of a user's own
@@ -64,6 +65,20 @@ class RunOptions:
     eval_every: int | None = None
     report_to: str = "none"
     push_to_hub: str | None = None
+
+    def block_shape(self) -> dict[str, int]:
+        """Batch, tokens, width and heads of the network, as far as its flags tell; the rest is that of ViT-B/16."""
+        config = {
+            name: value for name, value in {**self.flags, **dict(self.flags.get("fields") or {})}.items() if value
+        }
+        width = config.get("hidden_size") or SIZES.get(config.get("size", "base"), {}).get("hidden_size", 768)
+        (height, image_width), patch = as_pair(config.get("image_size", 224)), as_pair(config.get("patch_size", 16))
+        return {
+            "batch_size": max(1, self.batch_size // self.gradient_accumulation_steps),
+            "tokens": max(1, (height // patch[0]) * (image_width // patch[1])),
+            "width": width,
+            "heads": config.get("num_attention_heads") or max(1, width // 64),
+        }
 
 
 class ScriptParser(OneLineParser):
@@ -250,7 +265,9 @@ def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, ema
     )
     training.add_argument("--gradient_checkpointing", type=boolean, default=False)
     training.add_argument(
-        "--mixed_precision", choices=["no", "bf16", "fp16"], help="accelerate's own setting if not given"
+        "--mixed_precision",
+        choices=["auto", "no", "bf16", "fp16"],
+        help="auto: bf16 where a short trial is faster with it; accelerate's own setting if not given",
     )
     training.add_argument(
         "--cpu_threads",

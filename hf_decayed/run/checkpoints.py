@@ -93,14 +93,13 @@ def find_checkpoint(requested: str, folder: Path) -> Path | None:
     return None
 
 
-def saved_threads(requested: str, folder: Path) -> int | None:
-    """CPU threads of the run that is resumed: rounding depends on their number, and the end of a run must not."""
+def saved_setting(requested: str, folder: Path, name: str):
+    """A setting of the run that is resumed, such as `cpu_threads`: rounding depends on it, and the end of a run must not."""
     for path in [Path(requested)] if requested != "latest" else sorted(folder.glob("step-*"), reverse=True):
         try:
-            threads = read_checkpoint_state(path)["cpu_threads"]
+            return read_checkpoint_state(path)[name]
         except (OSError, ValueError, KeyError, TypeError):  # damaged, which is told when it is loaded
             continue
-        return threads if isinstance(threads, int) and threads > 0 else None
     return None
 
 

@@ -31,21 +31,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
-from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs, PartialState
+from accelerate.utils import DistributedType, ProjectConfiguration, broadcast_object_list, set_seed
 from filelock import FileLock, Timeout
 from huggingface_hub.errors import StrictDataclassError
 from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 from transformers import ImageProcessingMixin, PreTrainedModel
 
-from ..command_line import count_cores, set_cpu_threads
+from ..command_line import count_cores, set_cpu_threads, threads_of_environment
 from ..data.datasets import EpochBatchSampler, identity_collate
 from ..data.keyed_random import batch_generator
 from ..errors import UserError, format_error, print_error
 from ..hub.cards import write_card
 from ..hub.upload import create_repository, upload_run
 from ..plots import require_matplotlib, save_curves
+from ..precision import choose_precision, has_instructions
 from ..provenance import describe_hardware, sanitized_command, versions
 from .arguments import RunOptions
 from .checkpoints import (
@@ -57,7 +58,7 @@ from .checkpoints import (
     load_random_state,
     read_checkpoint_state,
     save_checkpoint,
-    saved_threads,
+    saved_setting,
     scatter_state,
 )
 from .optimization import ema_with_warmup, is_scaler_warmup
@@ -82,9 +83,10 @@ class Run:
             options.report_to != "none" and find_spec(options.report_to) is None
         ):  # accelerate would leave it out silently
             raise UserError(f"--report_to {options.report_to} needs that package: pip install {options.report_to}.")
+        precision, self.precision_reason = self.choose_mixed_precision()
         self.accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
-            mixed_precision=options.mixed_precision,
+            mixed_precision=precision,
             gradient_accumulation_steps=options.gradient_accumulation_steps,
             # Each process takes its share of every global batch, so batches do not depend on the number of processes.
             dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
@@ -94,7 +96,7 @@ class Run:
         )
         threads = options.cpu_threads
         if threads is None and options.resume_from_checkpoint:
-            threads = saved_threads(options.resume_from_checkpoint, options.output_dir / "checkpoints")
+            threads = self.saved_setting("cpu_threads")
         self.threads = set_cpu_threads(self.accelerator, threads)
         set_seed(options.seed)
         self.device, self.print = self.accelerator.device, self.accelerator.print
@@ -102,8 +104,11 @@ class Run:
         self.sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         self.print(
             f"{self.num_processes} process(es) on {self.device.type}, precision {self.accelerator.mixed_precision}"
+            + (f" ({self.precision_reason})" if self.precision_reason else "")
             + (f", {self.threads}" if self.threads else "")
         )
+        if self.device.type == "cpu" and self.accelerator.mixed_precision == "bf16" and not has_instructions():
+            self.print("this CPU has no instructions for bf16, which is slower than float32 then: leave it out")
         self.check_batch_size(options.batch_size)
         if not options.overwrite_output_dir and not options.resume_from_checkpoint:
             refuse_finished_model(options.output_dir)
@@ -120,6 +125,24 @@ class Run:
         self.metrics: dict[str, object] = {}  # of the current step
         self.unwritten: list[str] = []
         self.in_loop = self.stopping = False
+
+    def saved_setting(self, name: str):
+        """What the checkpoint to be resumed says of a setting; `None` without one."""
+        return saved_setting(self.options.resume_from_checkpoint, self.options.output_dir / "checkpoints", name)
+
+    def choose_mixed_precision(self) -> tuple[str | None, str | None]:
+        """The precision, and why where `auto` chose it; a resumed run keeps its own, and all processes have the same."""
+        options = self.options
+        if options.mixed_precision != "auto":
+            return options.mixed_precision, None
+        if options.resume_from_checkpoint and (saved := self.saved_setting("precision")):
+            return saved, "as before"
+        if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":  # launchers say `no` where nobody did
+            return None, "as accelerate was told"
+        threads = options.cpu_threads or threads_of_environment() or 1
+        main_process = PartialState(cpu=not torch.accelerator.is_available()).is_main_process
+        choice = [choose_precision(**options.block_shape(), threads=threads) if main_process else None]
+        return broadcast_object_list(choice)[0]
 
     def check_batch_size(self, batch_size: int) -> None:
         shares = self.num_processes * self.options.gradient_accumulation_steps
@@ -216,6 +239,8 @@ class Run:
         self.signature = json.loads(
             json.dumps({**options.signature, "steps": self.total_steps, **signature}, default=str)
         )
+        if options.mixed_precision == "auto":  # what was chosen is part of the run
+            self.signature["mixed_precision"] = self.accelerator.mixed_precision
         folder, path = options.output_dir / "checkpoints", None
         if options.resume_from_checkpoint:
             path = find_checkpoint(options.resume_from_checkpoint, folder)
@@ -443,6 +468,7 @@ class Run:
             "bad_images": self.count_bad_images() - self.images.bad_images,
             "seconds": self.earlier_seconds + time.time() - self.start_time,
             "cpu_threads": torch.get_num_threads() if self.device.type == "cpu" else None,
+            "precision": self.accelerator.mixed_precision,
         }
         parts = {name: self.state_of(part) for name, part in self.parts.items()}
         folder = self.options.output_dir / "checkpoints"
@@ -504,6 +530,7 @@ class Run:
             "seed": options.seed,
             "processes": self.num_processes,
             "precision": self.accelerator.mixed_precision,
+            **({"precision_chosen": self.precision_reason} if self.precision_reason else {}),
             "hardware": describe_hardware(self.accelerator),
             "threads": self.threads,
             "versions": versions(),

@@ -1,0 +1,79 @@
+"""Whether this computer is faster in bfloat16.
+
+A child process tries it on a CPU, because some hosts advertise instructions that end a process with SIGILL. The child runs this
+file as a script, so that it imports PyTorch alone.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "svebf16")  # as Linux names them, on x86 and ARM
+ROUNDS = 5
+MAX_ROWS = 8192  # of a matrix in the trial, so that it takes a second at most
+
+
+def choose_precision(batch_size: int, tokens: int, width: int, heads: int, threads: int) -> tuple[str, str]:
+    """`bf16` where it is faster than float32, else `no`, and why: accelerate's words for `mixed_precision`.
+
+    On a CPU the trial is a training step of a transformer block on `batch_size` sequences of so many tokens. An accelerator is
+    asked whether it has bfloat16.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return ("bf16", "the GPU has it") if torch.cuda.is_bf16_supported() else ("no", "the GPU has no bfloat16")
+    if torch.accelerator.is_available():
+        return "no", "not tried on this accelerator"
+    if not has_instructions():
+        return "no", "the CPU has no instructions for bfloat16"
+    batch_size = max(1, min(batch_size, MAX_ROWS // tokens))
+    shapes = {"batch_size": batch_size, "tokens": tokens, "width": width, "heads": heads, "threads": threads}
+    # Not `python -m`: that would import this package, and Transformers with it.
+    child = subprocess.run([sys.executable, __file__, json.dumps(shapes)], capture_output=True, text=True)
+    if child.returncode < 0:
+        return "no", f"bfloat16 ends a process with signal {-child.returncode} on this CPU"
+    if child.returncode > 0:
+        return "no", "the trial of bfloat16 failed"
+    seconds = json.loads(child.stdout)
+    times = f"{1000 * seconds['float32']:.0f} ms in float32, {1000 * seconds['bfloat16']:.0f} ms in bfloat16"
+    return "bf16" if seconds["bfloat16"] < seconds["float32"] else "no", f"by trial, a block takes {times}"
+
+
+def has_instructions() -> bool:
+    """Whether the CPU names instructions for bfloat16; true where the system does not tell, for the trial to decide."""
+    if platform.system() != "Linux":
+        return True
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return any(name in flags for name in INSTRUCTIONS)
+
+
+def time_block(batch_size: int, tokens: int, width: int, heads: int, threads: int) -> dict[str, float]:
+    """Median seconds of forward and backward of a block by precision, in turns; matrix attention, as on a CPU in bfloat16."""
+    import torch
+
+    torch.set_num_threads(threads)
+    block = torch.nn.ModuleList([torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)])
+    mlp = torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+    inputs = torch.randn(batch_size, tokens, width)
+    seconds: dict[str, list[float]] = {"float32": [], "bfloat16": []}
+    for _ in range(ROUNDS + 1):
+        for name, measured in seconds.items():
+            start = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=name == "bfloat16"):
+                query, key, value = block[0](inputs).unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+                weights = (query @ key.transpose(2, 3) * (width // heads) ** -0.5).softmax(dim=-1)
+                hidden = inputs + block[1]((weights.to(value.dtype) @ value).transpose(1, 2).flatten(2))
+                loss = (hidden + mlp(hidden)).float().square().mean()
+            loss.backward()
+            measured.append(time.perf_counter() - start)
+    return {name: statistics.median(measured[1:]) for name, measured in seconds.items()}  # the first warms up
+
+
+if __name__ == "__main__":
+    print(json.dumps(time_block(**json.loads(sys.argv[1]))))
