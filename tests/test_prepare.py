@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT
+from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
 from PIL import Image
 
@@ -115,6 +116,9 @@ def test_bad_input_is_one_sentence(photos, tmp_path, capsys):
         (masks / name).mkdir(parents=True)
         photo(8, 8).convert("L").save(masks / name / "x.png")
     assert "masks cannot be prepared yet" in error(masks, "--output", tmp_path / "other")
+    with pytest.raises(DataError, match="There is no column of images among text"):
+        Dataset.from_dict({"text": ["a"]}).to_parquet(tmp_path / "text.parquet")
+        prepare_images(str(tmp_path / "text.parquet"), tmp_path / "other")
     for path in photos.rglob("*.jpg"):
         path.write_bytes(path.stem.encode())
     with pytest.raises(DataError, match="None of the images of 'photos' could be decoded"):
@@ -122,6 +126,19 @@ def test_bad_input_is_one_sentence(photos, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["prepare", str(photos), "--output", "x", "--quality", "101"])
     assert "must be at least 1 and at most 100" in capsys.readouterr().err
+
+
+def test_several_labels_stay(tmp_path):
+    """As in CIFAR-100, which has two; training is then told which one it should take."""
+    features = {"img": ImageFeature(), "fine": ClassLabel(names=["a", "b"]), "coarse": ClassLabel(names=["c", "d"])}
+    rows = {"img": [photo(40, 50, seed) for seed in range(3)], "fine": [0, 1, 1], "coarse": [1, 0, 1]}
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        Dataset.from_dict(rows, features=Features(features)).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    prepare_images(str(tmp_path / "data"), tmp_path / "small", size=20)
+    splits = load_image_splits(dataset_path=str(tmp_path / "small"), label_column="coarse")
+    assert splits.class_names() == ["c", "d"] and list(splits.train["coarse"]) == rows["coarse"]
+    assert list(splits.train["fine"]) == rows["fine"] and splits.train[0]["img"].size == (25, 20)
 
 
 def test_what_was_cut_off_is_written_again(photos, tmp_path):

@@ -18,7 +18,7 @@ from ..command_line import count_cores
 from ..errors import DataError, UserError
 from ..provenance import sanitized_command, versions
 from .decoding import decode_image, decode_reduced, read_content, upright_size
-from .sources import HELD_OUT_RULE, find_columns, load_all_splits, rows_fingerprint, split_validation
+from .sources import HELD_OUT_RULE, load_all_splits, rows_fingerprint, split_validation
 
 
 RECORD = "prepared.json"
@@ -50,7 +50,6 @@ def prepare_images(
     """
     is_path = Path(data).exists() or data.startswith((".", "/", "~"))
     splits, name = load_all_splits(dataset_path=data) if is_path else load_all_splits(dataset_name=data)
-    check_columns(splits, name)
     splits, held_out_rule = hold_out(splits)
     encoding = "bmp" if uncompressed else f"jpeg {quality}"
     identity = describe(splits, name) | {"size": size, "encoding": encoding, "shard_size": shard_size}
@@ -93,25 +92,29 @@ def prepare_images(
     return f"{sum(counts.values())} images{skipped} in {len(shards)} files, {megabytes:.1f} MB: {output}"
 
 
-def check_columns(splits: dict[str, Dataset], name: str) -> None:
-    for rows in splits.values():
-        images = [column for column, feature in rows.features.items() if isinstance(feature, ImageFeature)]
-        if len(images) > 1:
-            raise UserError(f"'{name}' has the image columns {', '.join(images)}: masks cannot be prepared yet.")
+def find_image_column(rows: Dataset) -> str:
+    """The only column of images; not `find_columns`, because any number of labels may stay."""
+    images = [column for column, feature in rows.features.items() if isinstance(feature, ImageFeature)]
+    if not images:
+        raise DataError(f"There is no column of images among {', '.join(rows.features)}.")
+    if len(images) > 1:
+        raise UserError(f"Found the image columns {', '.join(images)}: masks cannot be prepared yet.")
+    return images[0]
 
 
 def hold_out(splits: dict[str, Dataset]) -> tuple[dict[str, Dataset], str]:
     """Splits with one for evaluation, and which images it has."""
+    image_columns = {split: find_image_column(rows) for split, rows in splits.items()}
     if set(splits) & {"validation", "val", "test"} or "train" not in splits:
         return splits, "the evaluation split"
-    held_out, train = split_validation(splits["train"], find_columns(splits["train"])[0])
+    held_out, train = split_validation(splits["train"], image_columns["train"])
     return {**splits, "train": train, "validation": held_out}, HELD_OUT_RULE
 
 
 def describe(splits: dict[str, Dataset], name: str) -> dict:
     """What the images are, for the record: a folder that was prepared from others is not continued."""
     described = {
-        split: {"rows": len(rows), "fingerprint": rows_fingerprint(rows, find_columns(rows)[0])}
+        split: {"rows": len(rows), "fingerprint": rows_fingerprint(rows, find_image_column(rows))}
         for split, rows in splits.items()
     }
     return {"source": name, "splits": described}
@@ -150,7 +153,7 @@ def write_shard(
     pool: ThreadPoolExecutor,
 ) -> int:
     """Writes some rows of a split, or nothing; returns how many images could be decoded."""
-    image_column, _ = find_columns(rows)
+    image_column = find_image_column(rows)
     columns = rows.cast_column(image_column, ImageFeature(decode=False))[indices.start : indices.stop]
     records = columns[image_column]
     contents = list(
