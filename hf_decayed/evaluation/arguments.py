@@ -22,7 +22,7 @@ from .generation import SAMPLE_METRICS
 from .linear_probe import PROTOCOLS
 
 
-QUICK_IMAGES = 2000, 1000  # of the bundled training and held-out images
+QUICK_IMAGES = 1500, 750  # of the bundled training and held-out images: a minute of CPU, half of it for the features
 
 DESCRIPTION = """\
 Evaluates a model: the features of an encoder or a diffusion model, or the samples of a pipeline.
