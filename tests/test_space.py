@@ -42,11 +42,13 @@ def models(tmp_path_factory):
     """Folders called as the published ones, small and random."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    kinds = {"fashion-mnist": {"image_size": 28, "patch_size": 4, "num_channels": 1}, "cifar100": {"patch_size": 4}}
+    small = {"image_size": 28, "patch_size": 4}
+    kinds = {"coloured clothes": small, "clothes": {**small, "num_channels": 1}, "photographs": {"patch_size": 4}}
+    assert kinds.keys() == compare.KINDS.keys()
     for kind, fields in kinds.items():
-        for name, make in {"plain": DecayedViTMAEConfig.plain, "decayed": DecayedViTMAEConfig}.items():
+        for name, make in zip(compare.KINDS[kind], (DecayedViTMAEConfig.plain, DecayedViTMAEConfig)):
             model = DecayedViTMAEForPreTraining(make(**{**TINY_SIZES, **fields, "norm_pix_loss": True}))
-            random_weights(model).save_pretrained(folder / f"{name}-mae-{kind}")
+            random_weights(model).save_pretrained(folder / name)
     sizes = {"sample_size": 28, "patch_size": 7, "in_channels": 1, "hidden_size": 32, "num_layers": 4}
     names = {0: "Coat", 1: "Bag"}
     network = DecayedSiTTransformer2DModel(**sizes, num_attention_heads=4, num_classes=2)
@@ -63,8 +65,9 @@ def models(tmp_path_factory):
 @pytest.fixture
 def space(models, monkeypatch):
     monkeypatch.setenv("MODELS", str(models))
-    for function in (compare.autoencoders, compare.generator, compare.load_gallery, compare.gallery_features):
+    for function in (compare.autoencoders, compare.generator, compare.load_gallery, compare.gallery_tokens):
         function.cache_clear()
+    compare.gallery_palette.cache_clear()
     return compare
 
 
@@ -114,7 +117,9 @@ def test_plain_and_decayed_look_at_the_same_picture(space):
     assert plain["seen"].tobytes() == decayed["seen"].tobytes()
     for result in (plain, decayed):
         assert {result[name].size for name in ("image", "seen", "reconstructed")} == {(224, 224)}
-        assert result["components"].size == (224, 224) and result["components"].mode == "RGB"
+        for name in ("components", "segments"):
+            assert result[name].size == (224, 224) and result[name].mode == "RGB"
+        assert len(result["segments"].getcolors()) <= len(compare.SEGMENT_COLOURS)
         assert 0 < result["share"] <= 1 + 1e-6
         assert len(result["neighbours"]) == 8
         # An image of the gallery is its own nearest neighbour.
@@ -152,6 +157,50 @@ def test_photographs_go_without_neighbours_while_there_is_no_network(space, monk
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: reachable)
     results = space.compare("photographs", images[3], 0.75, 4, 0)
     assert [result["neighbours"][0][1] for result in results] == ["boy", "boy"]
+
+
+def test_kinds_without_models_are_not_offered(space, models, monkeypatch, tmp_path):
+    assert all(space.is_available(kind) for kind in space.KINDS)
+    (tmp_path / "decayed-mae-coloured").mkdir()  # without its twin
+    monkeypatch.setenv("MODELS", str(tmp_path))
+    assert not any(space.is_available(kind) for kind in space.KINDS)
+    monkeypatch.setenv("MODELS", "somebody")
+    monkeypatch.setattr(compare, "repo_exists", lambda name: "fashion" in name)
+    assert [kind for kind in space.KINDS if space.is_available(kind)] == ["clothes"]
+
+
+def test_every_class_can_be_tried(space):
+    for kind in ("clothes", "coloured clothes"):
+        pictures = space.examples(kind)
+        assert len(pictures) == 12 and len({name for _, name in pictures}) == 10
+        colours = [len(picture.convert("RGB").resize((28, 28), 0).getcolors()) for picture, _ in pictures]
+        assert pictures[0][0].mode == ("L" if kind == "clothes" else "RGB") and min(colours) > 10
+        results = space.compare(kind, pictures[0][0], 0.75, 12, 0)
+        assert results[0]["neighbours"][0][1] == pictures[0][1]
+
+
+@pytest.mark.parametrize("patch_size, image_size, shifts, unshifted", [(4, 28, 4, 1), (2, 8, 2, 0), (8, 32, 4, None)])
+def test_dense_features_are_those_of_shifted_pictures(
+    patch_size, image_size, shifts, unshifted, monkeypatch, tmp_path
+):
+    sizes = {**TINY_SIZES, "image_size": image_size, "patch_size": patch_size, "num_channels": 1}
+    random_weights(DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**sizes))).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("MODELS", str(tmp_path))
+    model, grid = compare.Autoencoder("model"), image_size // patch_size
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (image_size, image_size), dtype=np.uint8))
+    dense = model.dense_features(image, 2)
+    assert dense.shape == (shifts * grid, shifts * grid, sizes["hidden_size"])
+    if unshifted is not None:
+        patches = model.layers([image])[2][0, 1:].unflatten(0, (grid, grid))
+        torch.testing.assert_close(dense[unshifted::shifts, unshifted::shifts], patches)
+
+
+def test_clusters_are_found():
+    torch.manual_seed(0)
+    centres = 10 * torch.eye(6)
+    rows = torch.cat([centre + 0.1 * torch.randn(20 + 10 * number, 6) for number, centre in enumerate(centres)])
+    found = compare.cluster_centres(rows, 6)
+    torch.testing.assert_close(found, centres.flip(0), atol=0.2, rtol=0)  # the largest first
 
 
 def test_features_after_the_last_layer_are_those_that_are_evaluated(space):
@@ -325,7 +374,7 @@ def test_the_page_has_limits(app):
     assert {"max_file_size", "max_threads"} <= app.LAUNCH.keys()
     app.page.queue(**app.QUEUE)
     events = [event for event in app.page.fns.values() if event.fn.__module__ == "app"]
-    assert len(events) == 5
+    assert len(events) == 7
     for event in events:  # all events that compute share one place
         assert (event.concurrency_limit, event.concurrency_id) == (1, "models")
 
@@ -366,30 +415,38 @@ def test_page_in_a_browser(models, tmp_path):
             page.on("pageerror", lambda error: problems.append(str(error)))
             page.goto(address)
 
-            page.get_by_role("button", name="Compare").click()
-            page.get_by_text("Upload a picture, or click on one of those below, first.").wait_for()
+            # What a visitor sees first: an answer, without empty boxes.
+            shown = page.locator(".grid-container img")
+            shown.nth(12 + 2 * (2 + 8 + 2) - 1).wait_for()
+            for caption in ("features", "segments", "seen", "completed"):
+                assert page.get_by_text(caption, exact=True).count() == 2, caption
+            page.screenshot(path=tmp_path / "start.png", full_page=True)
 
+            features = shown.nth(12)
+            before = features.get_attribute("src")
+            shown.nth(3).click()
+            changed = "before => document.querySelectorAll('.grid-container img')[12].src != before"
+            page.wait_for_function(changed, arg=before)
+            before = features.get_attribute("src")
             picture = tmp_path / "shirt.png"
             shirt().save(picture)
+            page.get_by_label("Remove Image").first.click()
             page.locator("input[type=file]").first.set_input_files(picture)
-            page.get_by_text("completed").nth(1).wait_for()  # of both models, and nobody clicked
-            assert page.get_by_text("your picture").count() == 2
-            assert page.get_by_text("of the variance.").count() == 2
-            shown = page.locator(".thumbnail-item img, .gallery-item img, .grid-container img")
-            assert shown.count() >= 2 * (4 + 8)
+            page.wait_for_function(changed, arg=before)
             widths = shown.evaluate_all("images => images.map(image => image.naturalWidth)")
             assert min(widths) >= 112, widths
 
             page.get_by_label("photographs").first.check()
-            page.get_by_text("There are no neighbours to show").first.wait_for()
+            page.get_by_text("There are no neighbours to show").nth(1).wait_for()
             assert page.get_by_text("There are no neighbours to show").count() == 2
 
             page.get_by_role("tab", name="Samples").click()
-            page.get_by_role("button", name="Draw").click()
-            samples = page.get_by_role("tabpanel").last.locator(".grid-container img")
-            samples.nth(7).wait_for()
+            samples = page.locator(".grid-container img:visible")
+            samples.nth(7).wait_for()  # nobody clicked
             assert samples.count() == 8
-            page.screenshot(path=tmp_path / "samples.png")
+            page.get_by_role("tab", name="Relighting").click()
+            samples.nth(4 + 7 - 1).wait_for()
+            page.screenshot(path=tmp_path / "relighting.png")
             assert not problems, problems
             browser.close()
     finally:

@@ -16,18 +16,26 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
-from PIL import Image, ImageOps, UnidentifiedImageError
+from huggingface_hub import repo_exists
+from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModelForPreTraining
 
 
 HERE = Path(__file__).parent
 
-# What pictures are of -> data set; its autoencoders are `plain-mae-<data set>` and `decayed-mae-<data set>`.
-KINDS = {"clothes": "fashion-mnist", "photographs": "cifar100"}
+# What pictures are of -> autoencoders without and with decay. The page offers those that exist, and starts with the first.
+KINDS = {
+    "coloured clothes": ("undecayed-mae-coloured", "decayed-mae-coloured"),
+    "clothes": ("plain-mae-fashion-mnist", "decayed-mae-fashion-mnist"),
+    "photographs": ("plain-mae-cifar100", "decayed-mae-cifar100"),
+}
 GENERATORS = {"SiT, clothes": "decayed-sit-fashion-mnist", "U-ViT, clothes": "decayed-uvit-fashion-mnist"}
 LOADING = threading.RLock()
 SHOWN_SIZE = 224  # pixels; the models' images are so small that they are looked at enlarged
+SHIFTS = 4  # along each side of a patch: features are computed at so many shifts of the picture, for a finer map
+FITTED_IMAGES = 200  # of the gallery, whose patches choose the colours of features and the clusters
+SEGMENT_COLOURS = ["#22303c", "#f28e2b", "#4e9fd1", "#59a14f", "#e15759", "#edc948"]  # the most frequent cluster first
 
 # What one visitor may ask for. The page shows these ranges, and the functions check them again: a request need not come
 # from the page.
@@ -110,6 +118,14 @@ def source_of(name: str) -> str:
     return str(Path(source) / name) if Path(source).is_dir() else f"{source}/{name}"
 
 
+def is_available(kind: str) -> bool:
+    """Whether both autoencoders of a kind exist, as folders or repositories."""
+    sources = [source_of(name) for name in KINDS[kind]]
+    if Path(sources[0]).parent.is_dir():
+        return all(Path(source).is_dir() for source in sources)
+    return all(repo_exists(source) for source in sources)
+
+
 def loaded_once(function):
     """Caches results; calls run one thread at a time, because whatever is loaded while diffusers builds a network would be
     left without weights."""
@@ -163,24 +179,72 @@ class Autoencoder:
     def grid_of(self, pixels: torch.Tensor) -> tuple[int, int]:
         return self.model.vit.embeddings.patch_grid(pixels, interpolate_pos_encoding=False)
 
-    def components(self, image: Image.Image, tokens: torch.Tensor) -> tuple[Image.Image, float]:
-        """The three principal components of an image's patches as red, green and blue; their share of the variance."""
-        patches = tokens[0, 1:]
-        patches = patches - patches.mean(dim=0)
-        left, singular, right = torch.linalg.svd(patches, full_matrices=False)
+    @torch.no_grad()
+    def dense_features(self, image: Image.Image, layer: int) -> torch.Tensor:
+        """Features `(rows, columns, width)` after a layer, finer than patches: of shifts of the picture, put side by side."""
+        pixels = self.pixels([image])
+        patch, (height, width) = self.model.config.patch_size, self.grid_of(pixels)
+        step = max(1, patch // SHIFTS)
+        offsets = range(0, patch, step)
+        before = (patch - step) // 2  # the middle of a patch is where its feature is shown
+        padded = F.pad(pixels, (before, patch - step - before) * 2, mode="replicate")
+        shifted = [padded[:, :, y : y + pixels.shape[2], x : x + pixels.shape[3]] for y in offsets for x in offsets]
+        outputs = self.model.vit(torch.cat(shifted), output_hidden_states=True)
+        tokens = [*outputs.hidden_states[:-1], outputs.last_hidden_state][layer][:, 1:]
+        grid = tokens.unflatten(1, (height, width)).unflatten(0, (len(offsets), len(offsets)))
+        return grid.permute(2, 0, 3, 1, 4).flatten(0, 1).flatten(1, 2)
+
+
+class Palette:
+    """Colours of features: three principal components, and clusters, both chosen by some features of one layer."""
+
+    def __init__(self, features: torch.Tensor):
+        """`features` are `(number, width)`."""
+        rows = self.normalize(features)
+        self.mean = rows.mean(dim=0)
+        _, singular, right = torch.linalg.svd(rows - self.mean, full_matrices=False)
         # A component's sign is arbitrary: its largest weight is made positive, so that colours do not flip by chance.
-        sign = torch.gather(right[:3], 1, right[:3].abs().argmax(dim=1, keepdim=True)).sign().squeeze(1)
-        colours = left[:, :3] * sign
-        colours = (colours - colours.amin(dim=0)) / (colours.amax(dim=0) - colours.amin(dim=0)).clamp_min(1e-12)
-        grid = colours.reshape(*self.grid_of(self.pixels([image])), 3)
-        share = (singular[:3].square().sum() / singular.square().sum().clamp_min(1e-12)).item()
-        return as_picture(grid.numpy()), share
+        sign = torch.gather(right[:3], 1, right[:3].abs().argmax(dim=1, keepdim=True)).sign()
+        self.directions = right[:3] * sign
+        self.share = (singular[:3].square().sum() / singular.square().sum().clamp_min(1e-12)).item()
+        projected = (rows - self.mean) @ self.directions.T
+        self.low, self.high = (torch.quantile(projected, share, dim=0) for share in (0.02, 0.98))
+        self.centres = cluster_centres(rows, len(SEGMENT_COLOURS))
+
+    def normalize(self, features: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(features, features.shape[-1:])
+
+    def components(self, features: torch.Tensor) -> Image.Image:
+        """Features `(rows, columns, width)` as a picture: similar features have similar colours."""
+        projected = (self.normalize(features) - self.mean) @ self.directions.T
+        return as_picture(((projected - self.low) / (self.high - self.low).clamp_min(1e-12)).numpy())
+
+    def segments(self, features: torch.Tensor) -> Image.Image:
+        """The nearest cluster of every feature, in its colour."""
+        nearest = torch.cdist(self.normalize(features).flatten(0, 1), self.centres).argmin(dim=1)
+        colours = np.array([ImageColor.getrgb(colour) for colour in SEGMENT_COLOURS])
+        return as_picture(colours[nearest.numpy()].reshape(*features.shape[:2], 3) / 255)
+
+
+def cluster_centres(rows: torch.Tensor, number: int) -> torch.Tensor:
+    """k-means, started at rows that are far from one another; the centre of the largest cluster comes first."""
+    centres = rows[:1]
+    for _ in range(number - 1):
+        farthest = torch.cdist(rows, centres).amin(dim=1).argmax()
+        centres = torch.cat([centres, rows[farthest : farthest + 1]])
+    for _ in range(20):
+        nearest = torch.cdist(rows, centres).argmin(dim=1)
+        sizes = nearest.bincount(minlength=number)
+        sums = torch.zeros_like(centres).index_add_(0, nearest, rows)
+        centres = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp_min(1), centres)
+    return centres[sizes.argsort(descending=True, stable=True)]
 
 
 @loaded_once
 def autoencoders(kind: str) -> tuple[Autoencoder, Autoencoder]:
-    """The plain one and the decayed one."""
-    return Autoencoder(f"plain-mae-{KINDS[kind]}"), Autoencoder(f"decayed-mae-{KINDS[kind]}")
+    """Those without and with decay."""
+    without_decay, decayed = KINDS[kind]
+    return Autoencoder(without_decay), Autoencoder(decayed)
 
 
 @loaded_once
@@ -201,11 +265,12 @@ def gallery(kind: str) -> tuple[list[Image.Image], list[str]]:
 
 @loaded_once
 def load_gallery(kind: str) -> tuple[list[Image.Image], list[str]]:
-    if kind == "clothes":  # 1,000 test images of Fashion-MNIST, in rows of 40
+    if kind != "photographs":  # 1,000 test images of Fashion-MNIST, in rows of 40
         sheet = Image.open(HERE / "gallery.png")
         names = json.loads((HERE / "gallery.json").read_text())
         corners = [(28 * (index % 40), 28 * (index // 40)) for index in range(len(names))]
-        return [sheet.crop((left, top, left + 28, top + 28)) for left, top in corners], names
+        images = [sheet.crop((left, top, left + 28, top + 28)) for left, top in corners]
+        return colour_garments(images) if kind == "coloured clothes" else images, names
     from datasets import load_dataset  # CIFAR-100 states no licence, so that it is not shipped here
 
     images = load_dataset("uoft-cs/cifar100", split="test[:2000]")
@@ -213,14 +278,36 @@ def load_gallery(kind: str) -> tuple[list[Image.Image], list[str]]:
     return list(images["img"]), [names[label] for label in images["fine_label"]]
 
 
+def colour_garments(images: list[Image.Image]) -> list[Image.Image]:
+    """Grey garments on black, in a colour on a background of another, as the models of coloured clothes were trained."""
+    draws = np.random.default_rng(0)
+    pictures = []
+    for image in images:
+        intensity = np.asarray(image)[:, :, None] / 255
+        garment = draws.random(3)
+        background = (garment + draws.uniform(0.3, 0.7, 3)) % 1  # every channel differs
+        pixels = np.where(intensity > 0.1, intensity * garment, background)
+        pictures.append(Image.fromarray((255 * pixels).round().astype(np.uint8)))
+    return pictures
+
+
 @loaded_once
-def gallery_features(kind: str, number: int) -> list[torch.Tensor]:
-    """Of every layer of one of the two models: a normalised feature for each image, the mean of its tokens."""
+def gallery_tokens(kind: str, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of every layer of one of the two models: a normalised feature for each image, the mean of its tokens; some patches."""
     model, images = autoencoders(kind)[number], gallery(kind)[0]
-    batches = [
-        [tokens.mean(dim=1) for tokens in model.layers(images[i : i + 100])] for i in range(0, len(images), 100)
-    ]
-    return [F.normalize(torch.cat(layer), dim=-1) for layer in zip(*batches)]
+    means, patches = [], []
+    for start in range(0, len(images), 100):
+        layers = model.layers(images[start : start + 100])
+        means.append([tokens.mean(dim=1) for tokens in layers])
+        if start < FITTED_IMAGES:
+            patches.append([tokens[:, 1:].flatten(0, 1) for tokens in layers])
+    features = [F.normalize(torch.cat(layer), dim=-1) for layer in zip(*means)]
+    return features, [torch.cat(layer) for layer in zip(*patches)]
+
+
+@loaded_once
+def gallery_palette(kind: str, number: int, layer: int) -> Palette:
+    return Palette(gallery_tokens(kind, number)[1][layer])
 
 
 def neighbours(kind: str, number: int, tokens: torch.Tensor, layer: int, count: int = 8) -> list[tuple]:
@@ -229,8 +316,16 @@ def neighbours(kind: str, number: int, tokens: torch.Tensor, layer: int, count: 
     if not images:
         return []
     feature = F.normalize(tokens.mean(dim=1), dim=-1)
-    order = (gallery_features(kind, number)[layer] @ feature[0]).topk(count).indices.tolist()
+    order = (gallery_tokens(kind, number)[0][layer] @ feature[0]).topk(count).indices.tolist()
     return [(as_picture(np.asarray(images[index]) / 255), names[index]) for index in order]
+
+
+def examples(kind: str) -> list[tuple[Image.Image, str]]:
+    """Pictures to try with their names, one of every class and a few more; none where there is no gallery."""
+    images, names = gallery(kind)
+    first = sorted({names.index(name) for name in names})[:10]
+    chosen = first + [index for index in range(len(names)) if index not in first][: 12 - len(first)]
+    return [(as_picture(np.asarray(images[index]) / 255), names[index]) for index in chosen]
 
 
 def flatten(image: Image.Image) -> Image.Image:
@@ -247,10 +342,11 @@ def flatten(image: Image.Image) -> Image.Image:
 
 
 def prepare(kind: str, image: Image.Image) -> Image.Image:
-    """A square picture like those of the data set: photographs are cut, clothes stand on black and are grey."""
+    """A square picture like those of the data set: colour pictures are cut, grey clothes stand on black."""
     image = flatten(image)
-    if kind == "photographs":
-        return ImageOps.fit(image.convert("RGB"), (32, 32), Image.Resampling.BICUBIC)
+    if kind != "clothes":
+        side = 28 if kind == "coloured clothes" else 32
+        return ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BICUBIC)
     grey = image.convert("L")
     pixels = np.asarray(grey)
     if np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]).mean() > 127:
@@ -259,7 +355,7 @@ def prepare(kind: str, image: Image.Image) -> Image.Image:
 
 
 def compare(kind: str, image: Image.Image, mask_ratio: float, layer: int, seed: int) -> list[dict]:
-    """Of the plain model and the decayed one: pictures of what it sees, completes, distinguishes and finds alike."""
+    """Of the models without and with decay: pictures of what it distinguishes, finds alike, sees and completes."""
     check_choice("kind", kind, KINDS)
     check_size(image)
     settings = check_settings(mask_ratio=mask_ratio, layer=layer, seed=seed)
@@ -270,19 +366,22 @@ def compare(kind: str, image: Image.Image, mask_ratio: float, layer: int, seed: 
     for number, model in enumerate(models):
         check_time(deadline)
         depth = min(settings["layer"], model.num_layers)
-        seen, reconstructed = model.reconstruct(image, settings["mask_ratio"], settings["seed"])
-        tokens = model.layers([image])[depth]
-        components, share = model.components(image, tokens)
+        features = model.dense_features(image, depth)
+        # Without a gallery, the picture's own features choose its colours.
+        has_gallery = bool(gallery(kind)[0])
+        palette = gallery_palette(kind, number, depth) if has_gallery else Palette(features.flatten(0, 1))
         check_time(deadline)
+        seen, reconstructed = model.reconstruct(image, settings["mask_ratio"], settings["seed"])
         results.append(
             {
                 "decay": model.decay,
                 "image": as_picture(np.asarray(image) / 255),
+                "components": palette.components(features),
+                "segments": palette.segments(features),
+                "share": palette.share,
+                "neighbours": neighbours(kind, number, model.layers([image])[depth], depth),
                 "seen": seen,
                 "reconstructed": reconstructed,
-                "components": components,
-                "share": share,
-                "neighbours": neighbours(kind, number, tokens, depth),
             }
         )
     return results
