@@ -173,7 +173,7 @@ def test_every_class_can_be_tried(space):
     for kind in ("clothes", "coloured clothes"):
         pictures = space.examples(kind)
         assert len(pictures) == 12 and len({name for _, name in pictures}) == 10
-        colours = [len(picture.convert("RGB").resize((28, 28), 0).getcolors()) for picture, _ in pictures]
+        colours = [len(picture.convert("RGB").resize((28, 28), 0).getcolors(28 * 28)) for picture, _ in pictures]
         assert pictures[0][0].mode == ("L" if kind == "clothes" else "RGB") and min(colours) > 10
         results = space.compare(kind, pictures[0][0], 0.75, 12, 0)
         assert results[0]["neighbours"][0][1] == pictures[0][1]
