@@ -1,4 +1,4 @@
-"""The page: plain against decayed autoencoder on a picture of yours, pictures that a decayed generator draws, relighting.
+"""The page: autoencoders without and with decay on a picture of yours, pictures that a decayed generator draws, relighting.
 
 python app.py
 """
@@ -26,7 +26,7 @@ INTRODUCTION = """
 
 In every residual block `x <- alpha * x + f(x)`, with alpha falling from 1 to `shortcut_decay` over the depth
 ([Zhang et al., CVPR 2026](https://arxiv.org/abs/2404.10947)). Two small masked autoencoders look at the same picture, one
-without and one with decay. Without it, features tell mostly *where* a patch is; with it, more of *what* the patch shows.
+without and one with decay. With it, features tell less of *where* a patch is and more of *what* it shows.
 """
 ABOUT = """
 **Features**: three principal components of patch features as red, green and blue. **Segments**: the nearest of six k-means
