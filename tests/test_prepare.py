@@ -16,6 +16,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from hf_decayed.cli import main
+from hf_decayed.data import prepare
 from hf_decayed.data.datasets import TrainingImages
 from hf_decayed.data.prepare import prepare_images
 from hf_decayed.data.sources import HELD_OUT_RULE, load_image_splits, load_splits
@@ -141,27 +142,30 @@ def test_several_labels_stay(tmp_path):
     assert list(splits.train["fine"]) == rows["fine"] and splits.train[0]["img"].size == (25, 20)
 
 
-def test_what_was_cut_off_is_written_again(photos, tmp_path):
+def test_what_was_cut_off_is_written_again(photos, tmp_path, monkeypatch):
     """An interrupted command: some shards are there, one is cut off, a temporary file is left; the end is the same."""
     prepare_images(str(photos), tmp_path / "whole", size=40, shard_size=4)
-    calls = []
+    write_shard = prepare.write_shard
 
-    def interrupted(*arguments, **settings):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return write_shard(*arguments, **settings)
+    def interrupted(number):
+        """Writes so many shards; the last of them is not in the record."""
+        left = iter(range(number - 1, -1, -1))
 
-    from hf_decayed.data import prepare
+        def write(*arguments):
+            written = write_shard(*arguments)
+            if next(left) == 0:
+                raise KeyboardInterrupt
+            return written
 
-    write_shard, prepare.write_shard = prepare.write_shard, interrupted
-    try:
+        return write
+
+    for number in (1, 3):
+        monkeypatch.setattr(prepare, "write_shard", interrupted(number))
         with pytest.raises(KeyboardInterrupt):
             prepare_images(str(photos), tmp_path / "again", size=40, shard_size=4)
-    finally:
-        prepare.write_shard = write_shard
+    monkeypatch.undo()
     incomplete = tmp_path / "again.incomplete"
-    assert not (tmp_path / "again").exists() and len(list(incomplete.glob("*.parquet"))) == 2
+    assert not (tmp_path / "again").exists() and len(list(incomplete.glob("*.parquet"))) == 3
     first = sorted(incomplete.glob("*.parquet"))[0]
     first.write_bytes(first.read_bytes()[:-20])
     prepare_images(str(photos), tmp_path / "again", size=40, shard_size=4)

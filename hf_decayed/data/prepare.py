@@ -59,6 +59,7 @@ def prepare_images(
     folder = output.with_name(output.name + ".incomplete")
     shards = (read_record(folder, identity) or {}).get("shards", {})  # those that an earlier command has written
     folder.mkdir(parents=True, exist_ok=True)
+    write_record(folder, {**identity, "shards": shards})  # first of all: a folder without a record is not continued
 
     root = Path(data).resolve() if is_path else None
     number = sum(len(rows) for rows in splits.values())
