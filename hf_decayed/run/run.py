@@ -94,10 +94,7 @@ class Run:
             log_with=None if options.report_to == "none" else options.report_to,
             project_config=ProjectConfiguration(str(options.output_dir), str(options.output_dir / "trackers")),
         )
-        threads = options.cpu_threads
-        if threads is None and options.resume_from_checkpoint:
-            threads = self.saved_setting("cpu_threads")
-        self.threads = set_cpu_threads(self.accelerator, threads)
+        self.threads = set_cpu_threads(self.accelerator, options.cpu_threads or self.saved_setting("cpu_threads"))
         set_seed(options.seed)
         self.device, self.print = self.accelerator.device, self.accelerator.print
         self.is_main_process, self.num_processes = self.accelerator.is_main_process, self.accelerator.num_processes
@@ -128,14 +125,15 @@ class Run:
 
     def saved_setting(self, name: str):
         """What the checkpoint to be resumed says of a setting; `None` without one."""
-        return saved_setting(self.options.resume_from_checkpoint, self.options.output_dir / "checkpoints", name)
+        requested = self.options.resume_from_checkpoint
+        return saved_setting(requested, self.options.output_dir / "checkpoints", name) if requested else None
 
     def choose_mixed_precision(self) -> tuple[str | None, str | None]:
         """The precision, and why where `auto` chose it; a resumed run keeps its own, and all processes have the same."""
         options = self.options
         if options.mixed_precision != "auto":
             return options.mixed_precision, None
-        if options.resume_from_checkpoint and (saved := self.saved_setting("precision")):
+        if saved := self.saved_setting("precision"):
             return saved, "as before"
         if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":  # launchers say `no` where nobody did
             return None, "as accelerate was told"
