@@ -11,8 +11,12 @@ import pytest
 import sweep
 import yaml
 from conftest import ROOT
+from PIL import Image
 from sweep_report import write_report
 from sweep_tables import format_tables
+
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed.models.image_processing_decayed import default_image_processor
 
 
 RECORDS = {path.stem: path for path in (ROOT / "model_cards" / "results").glob("small_*/*.jsonl")}
@@ -45,6 +49,33 @@ def test_sweep_report_without_run_folders(grid, plots, missing, tmp_path, capsys
     assert (report / "tables.md").read_text() in printed
     lines = [line for line in printed.splitlines() if " not drawn: " in line]
     assert lines == [] if missing is None else len(lines) == 1 and lines[0].startswith(missing)
+
+
+def test_sweep_report_draws_patches_of_every_run(tmp_path, capsys):
+    records = sweep.read_records(RECORDS["bundled_decay"])[:2]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = DecayedViTMAEConfig(
+        image_size=28,
+        patch_size=14,
+        num_channels=1,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        decoder_hidden_size=16,
+        decoder_num_hidden_layers=1,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=16,
+    )
+    flags = ["bundled_decay", "--report", "--dataset_name", "bundled", "--output_dir", str(tmp_path)]
+    DecayedViTMAEForPreTraining(config).save_pretrained(tmp_path / records[0]["folder"])
+    sweep.main(flags)
+    assert "patches.png not drawn: The folder of the run " in capsys.readouterr().out
+    DecayedViTMAEForPreTraining(config).save_pretrained(tmp_path / records[1]["folder"])
+    default_image_processor(28, 1).save_pretrained(tmp_path / records[1]["folder"])
+    sweep.main(flags)
+    assert "patches.png" not in capsys.readouterr().out
+    assert Image.open(tmp_path / "report" / "patches.png").size[0] > 1000
 
 
 def test_sweep_report_of_several_kinds(tmp_path):

@@ -84,6 +84,10 @@ def main(arguments=None) -> None:
     options, grid = parse_arguments(arguments)
     records_file = options.output_dir / "results.jsonl"
     data = {name: getattr(options, name) for name in ("dataset_name", "dataset_path", "label_column_name")}
+    source = None  # of the images in the report
+    if options.dataset_name or options.dataset_path:
+        source = {"dataset_name": options.dataset_name, "dataset_path": options.dataset_path}
+        source["label_column"] = options.label_column_name
     data["dataset_path"] = data["dataset_path"] and Path(data["dataset_path"]).name
     runs = expand(grid, data)
     if not options.report:
@@ -100,7 +104,7 @@ def main(arguments=None) -> None:
                 file.write(json.dumps(record) + "\n")
     order = {run["name"]: index for index, run in enumerate(runs)}  # of the grid, whichever run finished first
     records = sorted(read_records(records_file), key=lambda record: order.get(record["name"], len(order)))
-    print(write_report(records, options.output_dir, options.tsne, grid.get("reference")))
+    print(write_report(records, options.output_dir, options.tsne, grid.get("reference"), source))
 
 
 def expand(grid: dict, data: dict) -> list[dict]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from accelerate import Accelerator
 from PIL import Image, ImageDraw
 from sweep_tables import (
     Groups,
@@ -17,10 +18,14 @@ from sweep_tables import (
     layer_features,
     pipelines,
 )
+from transformers import AutoImageProcessor
 
+from hf_decayed import DecayedViTMAEForPreTraining
 from hf_decayed.data.shards import read_shards
+from hf_decayed.data.sources import load_image_splits
 from hf_decayed.errors import UserError, format_error
 from hf_decayed.plots import draw_heat_map, require_matplotlib
+from hf_decayed.run.monitors import PatchMonitor
 
 
 MAX_INNER_LEGEND = 4  # runs; a longer legend would hide the curves
@@ -36,14 +41,19 @@ SMALLEST_DISTANCE = 3e-8  # of two losses in float32: half a unit in the last pl
 
 
 def write_report(
-    records: list[dict], output_dir: Path, tsne_runs: list[str] | None = None, reference: str | None = None
+    records: list[dict],
+    output_dir: Path,
+    tsne_runs: list[str] | None = None,
+    reference: str | None = None,
+    data: dict[str, str] | None = None,
 ) -> str:
     """Writes `tables.md` and plots to `<output_dir>/report`; returns the tables, and which plots are missing and why.
 
     Args:
-        output_dir (`Path`): Folder of the sweep, with the folders of its runs. Only samples and t-SNE need these.
+        output_dir (`Path`): Folder of the sweep, with the folders of its runs. Only samples, t-SNE and patches need these.
         tsne_runs (`list[str]`, *optional*): Names of the runs of the t-SNE plot, by default the first and the last.
         reference (`str`, *optional*): Name of the run that losses are compared with, on a logarithmic axis.
+        data (`dict`, *optional*): Arguments of `load_image_splits`, for the picture of patches.
     """
     if not records:
         raise UserError(f"There is nothing to report in {output_dir} yet.")
@@ -55,7 +65,7 @@ def write_report(
     tables = format_tables(records)
     (folder / "tables.md").write_text(tables)
     missing = defaultdict(list)
-    for name, save in list_plots(records, output_dir, tsne_runs, reference).items():
+    for name, save in list_plots(records, output_dir, tsne_runs, reference, data).items():
         try:
             save(folder / name)
         except UserError as error:
@@ -65,7 +75,11 @@ def write_report(
 
 
 def list_plots(
-    records: list[dict], output_dir: Path, tsne_runs: list[str] | None = None, reference: str | None = None
+    records: list[dict],
+    output_dir: Path,
+    tsne_runs: list[str] | None = None,
+    reference: str | None = None,
+    data: dict[str, str] | None = None,
 ) -> dict[str, Callable[[Path], None]]:
     """Functions that draw the plots of the records, by file name."""
     plots: dict[str, Callable[[Path], None]] = {}
@@ -83,6 +97,8 @@ def list_plots(
             plots["use_of_skips.png"] = lambda path: save_skips(path, by_encoder)
         names = tsne_runs or dict.fromkeys([next(iter(by_encoder)), list(by_encoder)[-1]])
         plots["tsne.png"] = lambda path: save_tsne(path, [by_encoder[name][0] for name in names], output_dir)
+        if data:
+            plots["patches.png"] = lambda path: save_patches(path, by_encoder, output_dir, data)
     if by_pipeline:
         plots["over_training.png"] = lambda path: save_over_training(path, by_pipeline)
         plots["blocks.png"] = lambda path: save_blocks(path, by_pipeline)
@@ -279,6 +295,20 @@ def save_tsne(path: Path, records: list[dict], output_dir: Path) -> None:
         axis.scatter(*tsne.fit_transform(features[subset]).T, c=labels[subset], s=5, cmap="tab10")
         axis.set(title=f"{record['name']}, seed {record['seed']}", xticks=[], yticks=[])
     save_figure(figure, path)
+
+
+def save_patches(path: Path, groups: Groups, output_dir: Path, data: dict[str, str]) -> None:
+    """Held-out images, and for the first seed of every run the features of their patches as colours."""
+    models = {}
+    for name, (record, *_) in groups.items():
+        folder = output_dir / record["folder"]
+        if not (folder / "config.json").exists():
+            raise UserError(f"The folder of the run '{record['name']}' is not in {output_dir}.")
+        models[name] = DecayedViTMAEForPreTraining.from_pretrained(folder).eval()
+    processor = AutoImageProcessor.from_pretrained(folder)
+    monitor = PatchMonitor(Accelerator(), load_image_splits(**data), processor, TSNE_IMAGES)
+    monitor.models = models
+    monitor.picture(path)
 
 
 def held_out_features(record: dict, output_dir: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ import numpy as np
 
 
 Groups = dict[str, list[dict]]  # records by the name of the run, one for each seed
+MAX_RUNS_ACROSS = 4  # a table of as few runs has a column for each, and can be read from top to bottom
 # Metrics of the mean of the tokens that a grid may ask for, with the titles of their columns.
 EXTRA_METRICS = {"knn_whitened_accuracy": "kNN, whitened (%)", "invariance_accuracy": "invariance (%)"}
 
@@ -53,6 +54,12 @@ def markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
     return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
 
 
+def transpose(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Columns become rows; those without a value are left out."""
+    first, *others = zip(columns, *rows)
+    return ["", *first[1:]], [list(cells) for cells in others if any(cells[1:])]
+
+
 def mean_and_range(values: list[float | None], percent: bool = False) -> str:
     """The mean, with the smallest and the largest value if there are several; empty if one was not measured."""
     if not values or None in values:
@@ -80,6 +87,8 @@ def feature_table(groups: Groups) -> str:
     cells += patch_cells([first], "_pixels") if has_patches else []
     cells += [mean_and_range([pixels.get(metric)], percent=True) for metric in extra_metrics]
     rows.append(cells + [""] * (len(columns) - len(cells)))
+    if len(groups) <= MAX_RUNS_ACROSS:
+        columns, rows = transpose(columns, rows)
     lines = [*markdown_table(columns, rows), ""]
     untrained = {
         name: mean_and_range([record["results"]["knn_accuracy_untrained"] for record in records], percent=True)
