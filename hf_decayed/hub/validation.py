@@ -132,6 +132,9 @@ def check_card(staged: Path) -> None:
     files = [*staged.glob("results*.json"), *staged.glob("results/*.json"), *staged.glob("evaluation*.json")]
     results = [read_json(file) for file in files]
     measured = [scale * number for result in results for number in iterate_numbers(result) for scale in (1, 100)]
+    # The protocol, which the card repeats, says in words what was done.
+    protocols = [text for result in results for _, text in iterate_strings(result.get("protocol") or {})]
+    measured += [float(number) for text in protocols for number in NUMBER.findall(text)]
     settings = [
         number
         for file in [*staged.rglob("*config.json"), *staged.glob("model_index.json")]
