@@ -1,6 +1,7 @@
 """Plots and picture grids: reconstructions, samples, curves over training, heat maps, decay schedules."""
 
 import math
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,7 @@ def save_patch_colours(path: Path, images: np.ndarray, rows: dict[str, np.ndarra
         for axis, picture in zip(axis_row, pictures):
             axis.imshow(picture.squeeze(-1) if picture.shape[-1] == 1 else picture, cmap="gray", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[])
-        axis_row[0].set_ylabel(label, fontsize=8)
+        axis_row[0].set_ylabel(textwrap.fill(label, 14), fontsize=8)  # the height of a row
     figure.tight_layout(pad=0.4)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -337,7 +337,7 @@ def test_recipes_are_checked_as_flags_are(tmp_path, capsys):
         ("RGB", (64, 48), "RGB, 64 x 48 -> 64 x 64, crops; recipe photos_small", (3, 64, 8)),
         ("RGB", (32, 32), "RGB, 32 x 32 -> 32 x 32, crops; recipe photos_small", (3, 32, 4)),
         ("L", (64, 64), "grey, 64 x 64 -> 64 x 64 grey, crops; recipe photos_small", (1, 64, 8)),
-        ("L", (28, 28), "grey, 28 x 28 -> 32 x 32 grey, crops; recipe tiny", (1, 32, 4)),
+        ("L", (28, 28), "grey, 28 x 28 -> 32 x 32 grey, crops; recipe photos_small", (1, 32, 4)),
     ],
 )
 def test_without_a_recipe_the_data_chooses_it(mode, size, line, fields, tmp_path, capsys):
@@ -350,6 +350,23 @@ def test_without_a_recipe_the_data_chooses_it(mode, size, line, fields, tmp_path
     assert tuple(options.fields[name] for name in ("num_channels", "image_size", "patch_size")) == fields
     options, _ = mae.parse_arguments(["--dataset_path", str(tmp_path / "photos"), "--recipe", "photos_medium"])
     assert capsys.readouterr().out == "" and options.fields["image_size"] == 128  # named: nothing is looked at
+
+
+def test_a_recipe_compares_with_shipped_checkpoints_of_its_images(tmp_path, monkeypatch):
+    options, _ = mae.parse_arguments([])
+    assert [Path(source).name for source in options.compare] == ["decayed-mae-coloured", "undecayed-mae-coloured"]
+    assert all(Path(source, "config.json").exists() for source in options.compare)
+    for others in (["--dataset_name", "bundled"], ["--set", "image_size=56"], ["--compare"], ["--recipe", "grey"]):
+        assert mae.parse_arguments(others)[0].compare == []
+    assert mae.parse_arguments(["--compare", "a", "b"])[0].compare == ["a", "b"]
+    for beginning in (
+        ["--init_from", "model"],
+        ["--compile", "true"],
+    ):  # its warm-up of the decay is for another beginning
+        assert mae.parse_arguments(beginning)[0].decay_warmup is None
+    assert mae.parse_arguments(["--init_from", "model", "--decay_warmup", "0.5"])[0].decay_warmup == 0.5
+    monkeypatch.setattr(mae, "SHIPPED", tmp_path)  # as in a wheel, which has no checkpoints
+    assert mae.parse_arguments([])[0].compare == []
 
 
 def test_recipes_of_diffusion_models_follow_the_data_too(tmp_path, capsys):

@@ -5,12 +5,13 @@
     accelerate launch training/mae.py --recipe imagenet1k_vit_base --dataset_path path/to/imagenet --output_dir outputs/base
     accelerate launch training/mae.py --resume_from_checkpoint latest
 
-Without arguments: the recipe `tiny` on the bundled Fashion-MNIST images, on a CPU in a few minutes. For images of your own
-the recipe `photos_small`, with their channels; `photos_medium` and `photos` are larger. A recipe is a file in
+Without arguments: the recipe `tiny` on coloured views of the bundled garments, on a CPU in a few minutes, and a comparison with
+shipped checkpoints. For images of your own the recipe `photos_small`, with their channels; `photos_medium` and `photos` are larger. A recipe is a file in
 `training/recipes/mae`; every flag given on the command line overrides it.
 """
 
 import copy
+import json
 import math
 import warnings
 from pathlib import Path
@@ -48,6 +49,7 @@ from hf_decayed.run.monitors import PatchMonitor, RepresentationMonitor
 from hf_decayed.run.optimization import equivalent_groups, set_shortcut_progress
 
 
+SHIPPED = Path(__file__).resolve().parents[1] / "model_cards"
 # Token norms of a healthy encoder stay near the square root of its width; this many times that is the known failure.
 DIVERGED_NORM = 30.0
 # Metrics that are printed at the end, with their titles.
@@ -58,6 +60,7 @@ SUMMARY = {
     "patch_accuracy": "class of a patch (%)",
     "position_accuracy": "position of a patch (%)",
     "effective_rank": "effective rank",
+    "images_seen": "images seen in training",
 }
 
 
@@ -122,7 +125,8 @@ def parse_arguments(arguments=None):
         nargs="*",
         default=[],
         metavar="MODEL",
-        help="checkpoints, folders or repositories, that are evaluated beside the result, on the same images",
+        help="checkpoints, folders or repositories, that are evaluated beside the result, on the same images; for a recipe, "
+        "names of folders in model_cards",
     )
 
     options, recipe = parser.parse(arguments)
@@ -132,13 +136,30 @@ def parse_arguments(arguments=None):
         DecayedViTMAEConfig.check_field_names(options.fields)
     except ValueError as error:
         parser.error(f"--set: {error}")
+    if "decay_warmup" not in parser.named and not can_lower_decay(options):
+        options.decay_warmup = None  # the recipe's is not for this network
+    check_combinations(parser, options)
+    if options.compare == recipe.get("compare"):
+        options.compare = shipped_checkpoints(options, recipe)
+    return options, parser.run_options(options)
+
+
+def can_lower_decay(options) -> bool:
+    """Whether the decay may start at 1 and fall: in a network that begins, is not compiled, and has fixed alphas."""
+    has_fixed_alphas = (
+        options.fields.get("residual_form", "decay") == "decay"
+        and options.fields.get("shortcut_schedule") != "learned"
+    )
+    return has_fixed_alphas and not options.init_from and not options.compile
+
+
+def check_combinations(parser: ScriptParser, options) -> None:
     if options.decay_warmup and options.compile:
         parser.error("--decay_warmup changes the network at every step, and --compile would recompile it: drop one")
     if options.keep_function and not (options.init_from and options.shortcut_decay):
         parser.error("--keep_function needs --init_from and --shortcut_decay above 0")
     if options.keep_function and options.decay_warmup:
         parser.error("--keep_function begins with the whole decay, and --decay_warmup without: drop one")
-    return options, parser.run_options(options)
 
 
 def main():
@@ -221,7 +242,12 @@ def main():
     run.save(evaluated)
     measured = run.evaluate(monitor, evaluated, "reconstructions")
     compared = {
-        name: {**monitor.evaluate(other), **patch_monitor.evaluate(other, name)} for name, other in others.items()
+        name: {
+            **monitor.evaluate(other),
+            **patch_monitor.evaluate(other, name),
+            **read_images_seen(other.name_or_path),
+        }
+        for name, other in others.items()
     }
     patches = run.evaluate(patch_monitor, evaluated, "patches")
     results = run.results(
@@ -264,6 +290,15 @@ def build_model(options, slow_sdpa: bool) -> DecayedViTMAEForPreTraining:
     return DecayedViTMAEForPreTraining._from_config(config, attn_implementation=attention)
 
 
+def shipped_checkpoints(options, recipe: dict) -> list[str]:
+    """The folders in model_cards that a recipe compares with; none without a clone, or for other images than the recipe's."""
+    names = recipe.get("compare", [])
+    same_images = options.dataset_name == recipe.get("dataset_name") and all(
+        options.fields.get(name) == recipe["fields"].get(name) for name in ("image_size", "num_channels")
+    )
+    return [str(SHIPPED / name) for name in names if same_images and (SHIPPED / name).is_dir()]
+
+
 def load_compared_models(sources: list[str], config) -> dict[str, DecayedViTMAEForPreTraining]:
     """The checkpoints of --compare by the name of their folder; they must take the images of this run."""
     models = {}
@@ -277,6 +312,14 @@ def load_compared_models(sources: list[str], config) -> dict[str, DecayedViTMAEF
                 )
         models[Path(source).name] = model
     return models
+
+
+def read_images_seen(folder: str) -> dict[str, int]:
+    """How long a model was trained, if its folder says so."""
+    try:
+        return {"images_seen": json.loads(Path(folder, "results.json").read_text())["images_seen"]}
+    except (OSError, ValueError, KeyError):  # a repository, or a model from elsewhere
+        return {}
 
 
 def decayed_rates(model, equivalent_decay: float | str, weight_decay: float) -> list[dict]:
@@ -322,7 +365,8 @@ def summary(results: dict) -> str:
         line = f"{title:31}"
         for label, metrics in columns.items():
             value = metrics.get(name)
-            number = "" if value is None else f"{value:.3f}" if name == "effective_rank" else f"{100 * value:.1f}"
+            form = {"effective_rank": "{:.3f}", "images_seen": "{:,}"}.get(name)
+            number = "" if value is None else form.format(value) if form else f"{100 * value:.1f}"
             line += f"  {number:>{max(12, len(label))}}"
         lines.append(line.rstrip())
     skips = ", ".join(f"{increase:+.4f} (layer {layer})" for layer, increase in results["skip_use"].items())

@@ -85,7 +85,8 @@ class ScriptParser(OneLineParser):
     """Parser of a training script, with `--recipe`, `--output_dir` and `--seed`.
 
     Flags come from the command line, else from the recipe, else from the parser's defaults. A recipe is a YAML file of
-    flags; `fields` in it are fields of the model's config.
+    flags; `fields` in it are fields of the model's config. After `parse`, `named` has the flags of the command line that are
+    not their defaults.
     """
 
     def __init__(self, script: str, description: str | None):
@@ -113,20 +114,22 @@ class ScriptParser(OneLineParser):
 
     def parse(self, arguments=None) -> tuple[argparse.Namespace, dict]:
         """Options, and the content of the recipe."""
+        known = self.parse_known_args(arguments)[0]
+        self.named = {name for name, value in vars(known).items() if value != self.get_default(name)}
         if not self.recipes.is_dir():
             return self.parse_args(arguments), {}
-        known = self.parse_known_args(arguments)[0]
         name, images = known.recipe or "tiny", None
         if known.recipe is None and (self.recipes / f"{PHOTOS}.yaml").exists():
             images = own_images(known)
-            if images is not None and (images.has_colours or images.short_side >= SMALL_IMAGES):
-                name = PHOTOS
+            name = "tiny" if images is None else PHOTOS
         path = Path(name) if name.endswith((".yaml", ".yml")) else self.recipes / f"{name}.yaml"
         if not path.is_file():
             self.error(f"there is no recipe '{name}'; there are {list_recipes(self.recipes)}")
         recipe = yaml.safe_load(path.read_text())
-        if images is not None and name == PHOTOS:
+        if images is not None:
             recipe = fit_recipe(recipe, images)
+        if getattr(known, "dataset_path", None):  # instead of the recipe's own data
+            recipe.pop("dataset_name", None)
         actions = {flag.removeprefix("--"): action for action in self._actions for flag in action.option_strings}
         flags = {flag: value for flag, value in recipe.items() if flag != "fields"}
         if unknown := flags.keys() - actions.keys():
