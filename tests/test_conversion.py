@@ -481,7 +481,7 @@ def test_help(capsys):
     explained = capsys.readouterr().out
     assert "alpha * x + f(x)" in explained and "from nothing to a repository" in explained
     commands = re.findall(r"^    (\w+) +\w", explained, re.MULTILINE)
-    assert commands == "train convert evaluate report features latents sample segment card publish".split()
+    assert commands == "train prepare convert evaluate report features latents sample segment card publish".split()
     for command in commands:
         with pytest.raises(SystemExit) as stopped:
             main([command, "--help"])
