@@ -19,7 +19,7 @@ from hf_decayed import (
     DecayedViTMAEForPreTraining,
 )
 from hf_decayed.cli import main
-from hf_decayed.hub.cards import shortcuts_text, write_card
+from hf_decayed.hub.cards import samples_table, shortcuts_text, write_card
 from hf_decayed.hub.publishing import PublishingError, check_card
 from hf_decayed.hub.validation import sentence_numbers
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
@@ -278,3 +278,16 @@ def test_a_setting_is_no_result(tmp_path):
 
 def test_numbers_in_code_are_not_read():
     assert list(sentence_numbers("```python\nx = 0.123\n```\n\n    run --lr 0.456\n\n<!-- 0.789 -->\n")) == []
+
+
+def test_samples_are_compared_with_held_out_images():
+    row = {"frechet_pixels": 2.0, "frechet_pixels_spread": 0.1, "precision": 0.5, "recall": 0.25}
+    samples = {"rows": {"9 samples": row, "9 held-out images": {**row, "frechet_pixels": 0.5, "precision": 0.75}}}
+    blocks = {"rows": {"block 1": {"linear_accuracy": 0.5}}}
+    table = samples_table([blocks, samples])
+    assert table.splitlines()[2:] == [
+        "| fidelity: samples that lie among training images (precision) | 0.50 | 0.75 |",
+        "| variety: training images that lie among samples (recall) | 0.25 | 0.25 |",
+        "| distance to training images (Frechet, less is better) | 2.00 | 0.50 |",
+    ]
+    assert samples_table([blocks]) == "" and samples_table([{"rows": {"9 held-out images": row}}]) == ""

@@ -37,6 +37,11 @@ TRAINING_METRICS = {
     "effective_rank": "effective rank (entropy) of held-out features",
 }
 CURVES = "curves.png"
+# Metrics of samples that a card compares with those of held-out images, in words.
+SAMPLE_METRICS = {
+    "precision": "fidelity: samples that lie among training images (precision)",
+    "recall": "variety: training images that lie among samples (recall)",
+}
 # Metrics of features that a card compares with those of raw pixels, in words.
 COMPARED_METRICS = {
     "knn_accuracy": "nearest neighbours of whole images",
@@ -112,7 +117,7 @@ def render_card(folder: Path, repo_id: str | None, licence: str | None) -> Model
         parameters=count_parameters(folder),
         pictures={caption: name for name, caption in model.kind.pictures.items() if (folder / name).exists()},
         curves=CURVES if (folder / CURVES).exists() else "",
-        comparison=comparison_table(evaluations),
+        comparison=comparison_table(evaluations) or samples_table(evaluations),
         usage=model.kind.usage(model, repo_id or PLACEHOLDER, results),
         stock=stock_usage(folder, repo_id or PLACEHOLDER),
         training=training_text(results),
@@ -208,6 +213,25 @@ def comparison_table(evaluations: list[dict]) -> str:
                 cells = [COMPARED_METRICS[metric], format_metric(metric, own), format_metric(metric, pixels[metric])]
                 lines.append(f"| {' | '.join([*cells, verdict])} |")
     return "\n".join(["| | this model | raw pixels | |", "|---|---|---|---|", *lines]) if lines else ""
+
+
+def samples_table(evaluations: list[dict]) -> str:
+    """Samples of a generator beside held-out images, which are as good as samples can be; empty if nothing was compared."""
+    for rows in (evaluation["rows"] for evaluation in evaluations):
+        held_out = next((row for name, row in rows.items() if name.endswith("held-out images")), None)
+        own = next(iter(rows.values()), None)
+        if held_out is None or own is held_out:
+            continue
+        titles = {metric: title for metric, title in SAMPLE_METRICS.items() if metric in held_out}
+        distance = next((metric for metric in held_out if metric.startswith("frechet_")), None)
+        if distance:
+            titles[distance] = "distance to training images (Frechet, less is better)"
+        lines = [
+            f"| {title} | {format_metric(metric, own[metric])} | {format_metric(metric, held_out[metric])} |"
+            for metric, title in titles.items()
+        ]
+        return "\n".join(["| | samples | held-out images |", "|---|---|---|", *lines])
+    return ""
 
 
 def training_text(results: dict) -> str:
