@@ -221,6 +221,7 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "decoder_num_hidden_layers": 2}
     flags = {"max_train_samples": 200, "max_train_steps": 6, "eval_every": 2, "log_every": 2, "batch_size": 16}
     grid = {
+        "recipe": "grey",
         "flags": {**sizes, **flags, "eval_train_samples": 200, "eval_test_samples": 100},
         "evaluation": {"max_train_samples": 200, "max_eval_samples": 100},
         "seeds": [0, 1],
