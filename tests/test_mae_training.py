@@ -161,7 +161,9 @@ def test_a_run_in_parts(recipe, tmp_path):
     # Another seed would be another run; and a run that did not finish is not thrown away.
     flags = ["--resume_from_checkpoint", "latest", "--seed", 1]
     assert "belongs to another run (seed 0 -> 1)" in run(recipe, tmp_path / "parts", *flags, code=2).stderr
-    (tmp_path / "parts" / "results.json").unlink()
+    assert "holds a finished model" in run(recipe, tmp_path / "parts", code=2).stderr
+    for leftover in ("model.safetensors", "results.json"):
+        (tmp_path / "parts" / leftover).unlink()
     assert "holds a run that did not finish" in run(recipe, tmp_path / "parts", code=2).stderr
 
 
