@@ -219,7 +219,7 @@ def samples_table(evaluations: list[dict]) -> str:
     """Samples of a generator beside held-out images, which are as good as samples can be; empty if nothing was compared."""
     for rows in (evaluation["rows"] for evaluation in evaluations):
         held_out = next((row for name, row in rows.items() if name.endswith("held-out images")), None)
-        own = next(iter(rows.values()), None)
+        own: dict = next(iter(rows.values()), {})
         if held_out is None or own is held_out:
             continue
         titles = {metric: title for metric, title in SAMPLE_METRICS.items() if metric in held_out}
