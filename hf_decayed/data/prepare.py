@@ -4,9 +4,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from datasets import Dataset
@@ -18,6 +16,7 @@ from ..command_line import count_cores
 from ..errors import DataError, UserError
 from ..provenance import sanitized_command, versions
 from .decoding import decode_image, decode_reduced, read_content, upright_size
+from .shards import whole_file
 from .sources import HELD_OUT_RULE, load_all_splits, rows_fingerprint, split_validation
 
 
@@ -204,15 +203,3 @@ def relative_name(path: str | None, root: Path | None) -> str | None:
         return None
     file = Path(path)
     return file.relative_to(root).as_posix() if root is not None and file.is_relative_to(root) else file.name
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Another name to write to, which becomes the file at the end; an error leaves nothing behind."""
-    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise DataError(f"'{path.name}' could not be written in '{path.parent}': {error}") from error

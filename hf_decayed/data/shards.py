@@ -7,6 +7,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -137,9 +138,16 @@ def concatenate(parts: list[dict[str, torch.Tensor]], source: str) -> dict[str, 
 def write_shard(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:
     """Writes a complete shard or none."""
     tensors = concatenate(parts, path.stem)
-    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")  # another run may write the same shard
-    try:
+    with whole_file(path) as temporary:
         save_file(tensors, temporary, metadata={"checksum": tensors_checksum(tensors)})
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Another name to write to, which becomes the file at the end; an error leaves nothing behind."""
+    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")  # another run may write the same file
+    try:
+        yield temporary
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
         temporary.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ TRAINING_METRICS = {
 }
 CURVES = "curves.png"
 # Metrics of samples that a card compares with those of held-out images, in words.
-SAMPLE_METRICS = {
+COMPARED_SAMPLE_METRICS = {
     "precision": "fidelity: samples that lie among training images (precision)",
     "recall": "variety: training images that lie among samples (recall)",
 }
@@ -222,7 +222,7 @@ def samples_table(evaluations: list[dict]) -> str:
         own: dict = next(iter(rows.values()), {})
         if held_out is None or own is held_out:
             continue
-        titles = {metric: title for metric, title in SAMPLE_METRICS.items() if metric in held_out}
+        titles = {metric: title for metric, title in COMPARED_SAMPLE_METRICS.items() if metric in held_out}
         distance = next((metric for metric in held_out if metric.startswith("frechet_")), None)
         if distance:
             titles[distance] = "distance to training images (Frechet, less is better)"
