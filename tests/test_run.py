@@ -50,7 +50,14 @@ from hf_decayed.run.checkpoints import (
 from hf_decayed.run.monitors import RepresentationMonitor, class_turns
 from hf_decayed.run.optimization import ema_with_warmup, is_scaler_warmup
 from hf_decayed.run.records import MetricsFile, read_metrics
-from hf_decayed.run.run import Run, check_signature, clear_output_dir, lock_output_dir, script_main
+from hf_decayed.run.run import (
+    Run,
+    check_signature,
+    clear_output_dir,
+    is_thread_count,
+    lock_output_dir,
+    script_main,
+)
 from hf_decayed.run.state_files import load_state, save_state
 
 
@@ -486,9 +493,10 @@ def test_a_resumed_run_has_the_threads_of_its_checkpoint(tmp_path):
         (folder / f"step-{step:08d}").mkdir(parents=True)
         text = "damaged" if state is None else json.dumps(state)
         (folder / f"step-{step:08d}" / "state.json").write_text(text)
-    assert saved_setting("latest", folder, "cpu_threads") == 2
-    assert saved_setting(str(folder / "step-00000001"), folder, "cpu_threads") == 3
-    assert saved_setting("latest", tmp_path, "cpu_threads") is None
+    assert saved_setting("latest", folder, "cpu_threads", is_thread_count) == 2
+    assert saved_setting(str(folder / "step-00000001"), folder, "cpu_threads", is_thread_count) == 3
+    assert saved_setting("latest", tmp_path, "cpu_threads", is_thread_count) is None
+    assert saved_setting("latest", folder, "cpu_threads", lambda value: value > 9) is None
     parser = example_parser(tmp_path)
     flags = ["--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

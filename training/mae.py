@@ -5,9 +5,9 @@
     accelerate launch training/mae.py --recipe imagenet1k_vit_base --dataset_path path/to/imagenet --output_dir outputs/base
     accelerate launch training/mae.py --resume_from_checkpoint latest
 
-Without arguments: the recipe `tiny` on coloured views of the bundled garments, on a CPU in a few minutes, and a comparison with
-shipped checkpoints. For images of your own the recipe `photos_small`, with their channels; `photos_medium` and `photos` are larger. A recipe is a file in
-`training/recipes/mae`; every flag given on the command line overrides it.
+Without arguments: the recipe `tiny` on coloured views of the bundled garments, on a CPU in a few minutes, and a comparison
+with shipped checkpoints. For images of your own the recipe `photos_small`, with their channels; `photos_medium` and `photos`
+are larger. A recipe is a file in `training/recipes/mae`; every flag given on the command line overrides it.
 """
 
 import copy

@@ -10,7 +10,9 @@ import random
 import shutil
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,13 +95,17 @@ def find_checkpoint(requested: str, folder: Path) -> Path | None:
     return None
 
 
-def saved_setting(requested: str, folder: Path, name: str):
-    """A setting of the run that is resumed, such as `cpu_threads`: rounding depends on it, and the end of a run must not."""
+def saved_setting(requested: str, folder: Path, name: str, is_valid: Callable[[Any], bool]):
+    """A setting of the run that is resumed, such as `cpu_threads`: rounding depends on it, and the end of a run must not.
+
+    `None` without a checkpoint that can be read, or if its value is not valid.
+    """
     for path in [Path(requested)] if requested != "latest" else sorted(folder.glob("step-*"), reverse=True):
         try:
-            return read_checkpoint_state(path)[name]
+            value = read_checkpoint_state(path)[name]
         except (OSError, ValueError, KeyError, TypeError):  # damaged, which is told when it is loaded
             continue
+        return value if is_valid(value) else None
     return None
 
 

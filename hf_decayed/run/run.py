@@ -94,7 +94,9 @@ class Run:
             log_with=None if options.report_to == "none" else options.report_to,
             project_config=ProjectConfiguration(str(options.output_dir), str(options.output_dir / "trackers")),
         )
-        self.threads = set_cpu_threads(self.accelerator, options.cpu_threads or self.saved_setting("cpu_threads"))
+        self.threads = set_cpu_threads(
+            self.accelerator, options.cpu_threads or self.saved_setting("cpu_threads", is_thread_count)
+        )
         set_seed(options.seed)
         self.device, self.print = self.accelerator.device, self.accelerator.print
         self.is_main_process, self.num_processes = self.accelerator.is_main_process, self.accelerator.num_processes
@@ -123,17 +125,17 @@ class Run:
         self.unwritten: list[str] = []
         self.in_loop = self.stopping = False
 
-    def saved_setting(self, name: str):
+    def saved_setting(self, name: str, is_valid: Callable[[Any], bool]):
         """What the checkpoint to be resumed says of a setting; `None` without one."""
-        requested = self.options.resume_from_checkpoint
-        return saved_setting(requested, self.options.output_dir / "checkpoints", name) if requested else None
+        requested, folder = self.options.resume_from_checkpoint, self.options.output_dir / "checkpoints"
+        return saved_setting(requested, folder, name, is_valid) if requested else None
 
     def choose_mixed_precision(self) -> tuple[str | None, str | None]:
         """The precision, and why where `auto` chose it; a resumed run keeps its own, and all processes have the same."""
         options = self.options
         if options.mixed_precision != "auto":
             return options.mixed_precision, None
-        if saved := self.saved_setting("precision"):
+        if saved := self.saved_setting("precision", lambda value: value in ("no", "bf16", "fp16")):
             return saved, "as before"
         if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":  # launchers say `no` where nobody did
             return None, "as accelerate was told"
@@ -592,6 +594,10 @@ def lock_output_dir(folder: Path) -> FileLock:
         raise UserError(f"'{folder}' is in use by {who}: wait for it, or name another --output_dir.") from None
     holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
     return lock
+
+
+def is_thread_count(value) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def refuse_finished_model(folder: Path) -> None:
