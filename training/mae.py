@@ -23,7 +23,6 @@ from hf_decayed.command_line import (
     boolean,
     fraction,
     non_negative_float,
-    positive_fraction,
     positive_int,
     shortcut_decay,
 )
@@ -105,8 +104,8 @@ def parse_arguments(arguments=None):
     )
     training.add_argument(
         "--decay_warmup",
-        type=positive_fraction,
-        help="fraction of the steps over which shortcuts fall from 1 to their weights; by default they start there",
+        type=fraction,
+        help="fraction of the steps over which shortcuts fall from 1 to their weights; by default, or with 0, they start there",
     )
     training.add_argument(
         "--equivalent_decay",

@@ -12,8 +12,8 @@ of `hf-decayed evaluate` (`evaluation`; for pipelines, one set for `samples` and
 
 A run is one process of the training script, followed by the evaluation of the model that it saved: the features of an
 encoder at all layers, or the samples and blocks of a pipeline. Classifiers are evaluated by their training script. The
-results become a line of `<output_dir>/results.jsonl`. The same command continues a sweep that was stopped; with `--only`,
-several processes can share a sweep. `--report` writes tables (Markdown) and plots of the finished runs (sweep_report.py).
+results become a line of `<output_dir>/results.jsonl`. The same command continues a sweep that was stopped. Started several
+times, its processes share the runs; `--only` selects runs. `--report` writes tables (Markdown) and plots of the finished runs (sweep_report.py).
 """
 
 import argparse
@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from sweep_report import write_report
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -94,14 +95,18 @@ def main(arguments=None) -> None:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         selected = [run for run in runs if options.only.search(run["name"])]
         for number, run in enumerate(selected, 1):
-            # Read again before every run: other processes may write too.
-            if run["key"] in {record["key"] for record in read_records(records_file)}:
-                continue
-            print(f"run {number} of {len(selected)}: {run['name']}, seed {run['seed']}", flush=True)
             folder = options.output_dir / run["folder"]
-            record = {**run, **train_and_evaluate(run, folder, grid.get("evaluation", {}), options)}
-            with records_file.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            try:
+                with FileLock(options.output_dir / f"{run['folder']}.lock", timeout=0):
+                    # Read again before every run: other processes of the sweep may have finished it.
+                    if run["key"] in {record["key"] for record in read_records(records_file)}:
+                        continue
+                    print(f"run {number} of {len(selected)}: {run['name']}, seed {run['seed']}", flush=True)
+                    record = {**run, **train_and_evaluate(run, folder, grid.get("evaluation", {}), options)}
+                    with records_file.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+            except Timeout:  # another process trains it
+                continue
     order = {run["name"]: index for index, run in enumerate(runs)}  # of the grid, whichever run finished first
     records = sorted(read_records(records_file), key=lambda record: order.get(record["name"], len(order)))
     print(write_report(records, options.output_dir, options.tsne, grid.get("reference"), source))
