@@ -376,6 +376,12 @@ def add_sample(commands):
     parser.add_argument("--batch_size", type=int, default=64, help="images at a time, per process")
     parser.add_argument("--vae", metavar="PATH", help="autoencoder for a pipeline of latents that has none")
     parser.add_argument("--format", dest="file_format", choices=["png", "npz"], default="png")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16", "auto"],
+        default="float32",
+        help="of the weights; auto: bfloat16 where a short trial is faster with it; the difference from float32 is told",
+    )
     parser.add_argument("--revision", help="revision of the repository; pin it if its code runs")
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="run the code of a pipeline that is not of this package"

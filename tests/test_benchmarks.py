@@ -133,9 +133,14 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
         (
             "data",
             ["--batch_size", 8, "--steps", 1],
+            ["tiny, batch 8: bundled images, held in memory"],
+        ),
+        (
+            "first_command",
+            ["--batch_size", 4, "--steps", 10],
             [
-                "tiny, batch 8: bundled images, held in memory",
-                "tiny, batch 8: 2 whole steps (images, model, optimizer, logging)",
+                f"{network}: 10 steps of 4 images (views, model, optimizer, logging)"
+                for network in ("ViTMAE of the recipe tiny", "recipe tiny")
             ],
         ),
         ("training", ["--batch_size", 4], ["tiny: pretraining step, batch 4"]),

@@ -219,7 +219,7 @@ def test_wrong_arguments_are_refused(tmp_path, capsys, evaluate):
             "--metrics of a pipeline are knn, linear, rank, knn_whitened, kmeans, svm, segmentation, where, frechet, kid, prdc; got fid",
         ),
         (["--metrics", "knn,frechet"], "features and samples are evaluated one at a time"),
-        (["--dtype", "bfloat16"], "--dtype is for features"),
+        (["--dtype", "bf16"], "--dtype: invalid choice: 'bf16'"),
         (["--num_samples", 3], "at least --num_samples 10"),
         (["--num_samples", 0], "--num_samples: must be at least 1, got 0"),
         (["--noise_levels", "0,1.5"], "--noise_levels: must be at least 0 and at most 1, got 1.5"),

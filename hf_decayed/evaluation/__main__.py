@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor, AutoModel
 
 from ..command_line import set_cpu_threads
 from ..data.arguments import data_arguments
+from ..data.datasets import EvaluationDataset
 from ..data.sources import ImageSplits, load_image_splits
 from ..errors import UserError, explain_loading_errors, format_error, print_error
 from ..provenance import pipeline_fingerprint, sanitized_command, versions
@@ -19,10 +20,14 @@ from .arguments import parse_arguments
 from .blocks import evaluate_block_patches, evaluate_blocks
 from .dense import DENSE_METRICS, DenseMetrics, evaluate_patches, split_features
 from .encoders import ENCODER_METRICS, POOLED_METRICS, FeatureMetrics, evaluate_encoder
-from .features import Extraction, hash_json, pipeline_network
+from .features import Extraction, hash_json, pipeline_network, transformer_encoder
 from .generation import SampledImages, SampleMetrics, evaluate_samples, require_inception
-from .sampling import load_pipeline, sample, scheduler_config
+from .lower_precision import cast_weights, describe_precision, resolve_dtype
+from .sampling import COMPARED_SAMPLES, load_pipeline, read_json, sample, scheduler_config
 from .tables import protocol_text, results_tables
+
+
+COMPARED_IMAGES = 64  # whose features are computed in float32 too, where the weights are in lower precision
 
 
 def evaluate(arguments: list[str] | None = None) -> str:
@@ -53,6 +58,8 @@ def evaluate(arguments: list[str] | None = None) -> str:
         lines.append(f"skipped {sum(skipped.values())} images that cannot be decoded: {numbers}")
     parts = "".join(f", {part} {seconds:.0f} s" for part, seconds in results.get("seconds_by_part", {}).items())
     lines.append(f"{options.output}: protocol {results['protocol_hash']}, {results['seconds']:.0f} s{parts}")
+    if "precision" in results:
+        lines.append(describe_precision(**results["precision"]))
     lines += save_pictures(options.output.with_suffix(".png"), results)
     return "\n".join(lines)
 
@@ -76,9 +83,10 @@ def save_pictures(path: Path, results: dict) -> list[str]:
 def run_encoder(options: argparse.Namespace, accelerator: Accelerator) -> dict:
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     with explain_loading_errors(options.model):
-        model = AutoModel.from_pretrained(options.model, dtype=getattr(torch, options.dtype), **origin)
+        model = AutoModel.from_pretrained(options.model, dtype=torch.float32, **origin)
         processor = AutoImageProcessor.from_pretrained(options.model, **origin)
     splits = load_splits(options, accelerator, options.max_eval_samples)
+    precision = cast_encoder(model, processor, splits, options, accelerator)
     names: dict = {"pooled": options.features, "dense": options.features}
     if options.features == ["all_layers"]:
         names = {"pooled": "all_layers", "dense": "all_layers"}
@@ -108,7 +116,29 @@ def run_encoder(options: argparse.Namespace, accelerator: Accelerator) -> dict:
             options.pixels,
         )
         results = merge_results(results, dense)
-    return results
+    return {**results, **precision}
+
+
+def cast_encoder(model, processor, splits: ImageSplits, options: argparse.Namespace, accelerator: Accelerator) -> dict:
+    """Casts the weights to `--dtype`; returns why, and how far the features of some held-out images move, as `precision`."""
+    dtype, reason = resolve_dtype(options.dtype, model, options.batch_size, accelerator)
+    if dtype == "float32":
+        return {}
+    images = EvaluationDataset(
+        splits.held_out.select(range(min(COMPARED_IMAGES, len(splits.held_out)))),
+        splits.image_column,
+        None,
+        processor,
+        getattr(model.config, "num_channels", 3),
+        options.on_bad_image,
+    )
+    indices = list(range(len(images)))
+    pixel_values = images.__getitems__(indices)["pixel_values"].to(accelerator.device)
+    encode = transformer_encoder(model.to(accelerator.device), ["last.mean"])
+    with torch.inference_mode():
+        difference = cast_weights(model, dtype, lambda: encode(pixel_values, indices)["last.mean"])
+    what = f"features of {len(pixel_values)} images"
+    return {"precision": {"dtype": dtype, "reason": reason, "difference": difference, "what": what}}
 
 
 def merge_results(pooled: dict, dense: dict) -> dict:
@@ -127,7 +157,9 @@ def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
     pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code, options.vae)
     pipeline.to(accelerator.device)
     if set(options.metrics) <= {*POOLED_METRICS, *DENSE_METRICS}:
-        pipeline_network(pipeline).to(getattr(torch, options.dtype))
+        network = pipeline_network(pipeline)
+        dtype, _ = resolve_dtype(options.dtype, network, options.batch_size, accelerator)
+        network.to(getattr(torch, dtype))
         dense = set(options.metrics) <= set(DENSE_METRICS)
         if not dense and not set(options.metrics) <= set(POOLED_METRICS):
             raise UserError(
@@ -154,12 +186,19 @@ def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
         "seed": options.seed,
         "batch_size": options.batch_size,
     }
+    dtype, reason = resolve_dtype(options.dtype, pipeline_network(pipeline), options.batch_size, accelerator)
+    if dtype != "float32":
+        settings["dtype"] = dtype
     fingerprint = pipeline_fingerprint(pipeline)
     name = f"{Path(options.model).name}-{hash_json([fingerprint, scheduler, settings])[:8]}"
     sample(pipeline, options.samples_dir / name, **settings, accelerator=accelerator)
     label = f"{options.num_samples} samples, {steps} steps, guidance {options.guidance_scale:g}"
     results = compare_samples(SampledImages(options.samples_dir / name), label, options, accelerator)
     results["protocol"]["sampling"] = {**settings, "scheduler": scheduler}
+    if dtype != "float32":
+        difference = read_json(options.samples_dir / name / "sampling.json")["dtype_difference"]
+        what = f"the first {min(options.num_samples, COMPARED_SAMPLES)} samples"
+        results["precision"] = {"dtype": dtype, "reason": reason, "difference": difference, "what": what}
     return {"model_fingerprint": fingerprint, **results}
 
 

@@ -31,9 +31,11 @@ from ..kinds import package_class, read_class_name, read_json
 from ..plots import save_grid
 from ..provenance import pipeline_fingerprint, public_config
 from .features import pipeline_network
+from .lower_precision import DTYPES, cast_weights, describe_precision, resolve_dtype
 
 
 PICTURE_IMAGES = 64
+COMPARED_SAMPLES = 8  # that are drawn in float32 too, where the weights are in lower precision
 MAX_TITLES = 16  # columns of a picture that shows a class in each
 
 
@@ -50,6 +52,7 @@ def sample(
     revision: str | None = None,
     trust_remote_code: bool = False,
     vae: str | None = None,
+    dtype: str = "float32",
     accelerator: Accelerator | None = None,
 ) -> str:
     """Draws samples into the folder `output`; all processes call it. Returns a sentence for the user.
@@ -63,12 +66,17 @@ def sample(
             `png`: a file for each sample. `npz`: one file with `arr_0`, bytes `(num, height, width, channels)`, which the
             usual evaluators read. Both come with a picture of the first samples.
         vae (`str`, *optional*): Autoencoder for a pipeline of latents that has none, such as a converted one.
+        dtype (`str`, defaults to `"float32"`):
+            Of the network's weights; `auto` is bfloat16 where a short trial is faster with it. The first samples are then drawn
+            in both, and the difference is told.
     """
     for name, value in (("num", num), ("batch_size", batch_size), ("num_inference_steps", num_inference_steps)):
         if value < 1:
             raise UserError(f"`{name}` must be at least 1, got {value}.")
     if file_format not in ("png", "npz"):
         raise UserError(f"`format` must be png or npz, got {file_format!r}.")
+    if dtype not in DTYPES:
+        raise UserError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     accelerator = accelerator or Accelerator(cpu=not torch.accelerator.is_available())
     pipeline = load_pipeline(model, revision, trust_remote_code, vae) if isinstance(model, str) else model
     pipeline = pipeline.to(accelerator.device)
@@ -95,6 +103,9 @@ def sample(
         "seed": seed,
         "batch_size": batch_size,
     }
+    dtype, reason = resolve_dtype(dtype, pipeline_network(pipeline), batch_size, accelerator)
+    if dtype != "float32":
+        settings["dtype"] = dtype
     settings = json.loads(json.dumps(settings, default=str))
     summary = f"{num} samples ({file_format}), samples.png, sampling.json: {output}"
     with accelerator.main_process_first():
@@ -107,9 +118,7 @@ def sample(
     if not batches:
         return summary
 
-    mine = batches[accelerator.process_index :: accelerator.num_processes]
-    missing = [indices for indices in mine if not has_valid_shard(shard_path(output, indices))]
-    for indices in tqdm(missing, unit="batch", disable=not accelerator.is_main_process):
+    def draw(indices: range) -> np.ndarray:
         chosen: dict[str, Any] = {count: len(indices)}
         if labels is not None:
             chosen = {"class_labels": [labels[index % len(labels)] for index in indices]}
@@ -123,7 +132,18 @@ def sample(
         ).images
         if not np.isfinite(images).all():  # of other people's pipelines; ours raise this error themselves
             raise UserError("The samples hold NaN or infinity, so there are no images: try float32, or less guidance.")
-        pixels = torch.from_numpy((255 * images.clip(0, 1)).round().astype(np.uint8))
+        return images
+
+    record: dict[str, Any] = dict(settings)
+    if dtype != "float32":
+        compared = range(min(num, COMPARED_SAMPLES))
+        difference = cast_weights(pipeline_network(pipeline), dtype, lambda: torch.from_numpy(draw(compared)))
+        record["dtype_difference"] = difference
+        summary += "\n" + describe_precision(dtype, reason, difference, f"the first {len(compared)} samples")
+    mine = batches[accelerator.process_index :: accelerator.num_processes]
+    missing = [indices for indices in mine if not has_valid_shard(shard_path(output, indices))]
+    for indices in tqdm(missing, unit="batch", disable=not accelerator.is_main_process):
+        pixels = torch.from_numpy((255 * draw(indices).clip(0, 1)).round().astype(np.uint8))
         shard_path(output, indices).parent.mkdir(exist_ok=True)
         write_shard(shard_path(output, indices), [{"images": pixels}])
     if file_format == "png":  # every process its own, so that none waits long for another
@@ -135,7 +155,7 @@ def sample(
             write_npz(output / "samples.npz", [shard_path(output, indices) for indices in batches])
         pictures = first_images(output, min(num, PICTURE_IMAGES), file_format) / 255
         save_grid(output / "samples.png", pictures, class_titles(pipeline, labels or []))
-        write_record(output, {**settings, "finished": sorted({*finished, file_format})})
+        write_record(output, {**record, "finished": sorted({*finished, file_format})})
         shutil.rmtree(output / "shards", ignore_errors=True)
     accelerator.wait_for_everyone()
     return summary

@@ -141,7 +141,8 @@ class Run:
             return None, "as accelerate was told"
         threads = options.cpu_threads or threads_of_environment() or 1
         main_process = PartialState(cpu=not torch.accelerator.is_available()).is_main_process
-        choice = [choose_precision(**options.block_shape(), threads=threads) if main_process else None]
+        shape = options.block_shape()
+        choice = [choose_precision(**shape, threads=threads, training=True) if main_process else None]
         return broadcast_object_list(choice)[0]
 
     def check_batch_size(self, batch_size: int) -> None:
