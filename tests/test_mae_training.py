@@ -206,7 +206,7 @@ def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
     [
         pytest.param(
             ["--decay_warmup", "1.5"],
-            "argument --decay_warmup: must be above 0 and at most 1, got 1.5",
+            "argument --decay_warmup: must be at least 0 and at most 1, got 1.5",
             marks=pytest.mark.slow,
         ),
         pytest.param(
