@@ -155,6 +155,18 @@ def keep_freed_memory() -> None:
     set_option(MALLOC_MMAP_THRESHOLD, 2**25)  # the largest that it takes; larger tensors are returned as before
 
 
+def count_loader_workers(accelerator) -> int:
+    """Processes that decode images for this one: the cores that the model leaves free, at most 16.
+
+    On a CPU the model has as many cores as PyTorch has threads. Workers beside them would only slow both down, so there may be
+    none, and the training process decodes by itself.
+    """
+    import torch
+
+    busy = torch.get_num_threads() if accelerator.device.type == "cpu" else 0
+    return min(16, max(0, count_cores() // accelerator.num_processes - busy))
+
+
 def count_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import mae
 import numpy as np
@@ -33,6 +34,7 @@ from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed.command_line import count_loader_workers
 from hf_decayed.data.arguments import add_data_arguments
 from hf_decayed.data.sources import load_image_splits, load_splits
 from hf_decayed.errors import DataError, UserError, format_error
@@ -710,3 +712,16 @@ def test_an_average_of_buffers_copies_counters():
         model(torch.randn(8, 3) + 4)
         average.update_parameters(model)
     assert average.module.num_batches_tracked == 3 and (average.module.running_mean > 0.2).all()
+
+
+@pytest.mark.parametrize(
+    "device, processes, threads, workers",
+    [("cpu", 1, 6, 2), ("cpu", 1, 8, 0), ("cpu", 2, 4, 0), ("cuda", 2, 8, 4), ("cuda", 1, 8, 8)],
+)
+def test_loader_workers_are_the_cores_that_the_model_leaves_free(device, processes, threads, workers, monkeypatch):
+    monkeypatch.setattr("hf_decayed.command_line.count_cores", lambda: 8)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    accelerator = SimpleNamespace(device=torch.device(device), num_processes=processes)
+    assert count_loader_workers(accelerator) == workers
+    monkeypatch.setattr("hf_decayed.command_line.count_cores", lambda: 100)
+    assert count_loader_workers(accelerator) == 16

@@ -65,7 +65,11 @@ def parse_arguments(arguments=None):
 
     running = flags.add_run_arguments(parser, "pictures and errors")
     running.add_argument("--eval_examples", type=positive_int, default=32, help="held-out images that are relit")
-    running.add_argument("--num_workers", type=non_negative_int, default=4, help="processes that read folders")
+    running.add_argument(
+        "--num_workers",
+        type=non_negative_int,
+        help="processes that read folders; by default the cores that the model leaves free",
+    )
     options, recipe = parser.parse(arguments)
     options.fields = {**recipe.get("fields", {}), **dict(options.fields)}
     try:

@@ -30,7 +30,9 @@ def add_data_arguments(parser: argparse.ArgumentParser):
     storage.add_argument("--dataset_path", help="folder of images, or parquet, arrow, WebDataset tar files")
     storage.add_argument("--mask_column_name", help="by default the column mask, segmentation or annotation")
     storage.add_argument(
-        "--num_workers", type=non_negative_int, default=4, help="processes that decode images not held in memory"
+        "--num_workers",
+        type=non_negative_int,
+        help="processes that decode images not held in memory; by default the cores that the model leaves free, 4 for a stream",
     )
     return data
 

@@ -166,8 +166,11 @@ class Augmentation:
     def images(self, crops: list[np.ndarray], keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         """Crops that [`crop`] made for the same keys."""
         _, flips, noise = self.draw(keys)
-        pixels = np.stack([crop[:, ::-1] if flip else crop for crop, flip in zip(crops, flips)])
-        return self.finish(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float(), noise, keys)
+        pixels = torch.empty(len(crops), self.num_channels, *self.image_size)
+        for row, crop, flip in zip(pixels, crops, flips):  # bytes to floats in one pass each
+            channels = torch.from_numpy(crop).permute(2, 0, 1)
+            row.copy_(channels.flip(2) if flip else channels)
+        return self.finish(pixels, noise, keys)
 
     def crop(self, image: Image.Image, key: tuple[int, int]) -> np.ndarray:
         """The crop of an image of any size for `(epoch, index)`, resized: `(height, width, channels)` bytes.
@@ -183,7 +186,7 @@ class Augmentation:
         top, left, height, width = box
         sides = (left, top, left + width, top + height)
         resized = image.resize(self.image_size[::-1], Image.Resampling.BICUBIC, sides)
-        return np.asarray(resized).reshape(*self.image_size, self.num_channels)
+        return np.array(resized).reshape(*self.image_size, self.num_channels)
 
     def finish(
         self, pixels: torch.Tensor, noise: torch.Tensor, keys: list[tuple[int, int]]

@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
+from ..command_line import count_loader_workers
 from ..data.datasets import EvaluationDataset
 from ..data.keyed_random import sample_generator
 from ..data.shards import Encoder, read_shards, write_shards
@@ -37,18 +38,21 @@ class Extraction:
 
     Args:
         folder (`Path`): For the shards of features.
-        num_workers (`int`): Processes that decode images; on a CPU, which has its cores for the model, none.
+        num_workers (`int`, *optional*):
+            Processes that decode images, by default one for every core, 16 at most; none on a CPU, which has its cores for the
+            model.
         on_bad_image (`str`): `stop` or `skip`, for an image that cannot be decoded.
     """
 
     folder: Path = Path("outputs/features")
     batch_size: int = 64
-    num_workers: int = 0
+    num_workers: int | None = None
     on_bad_image: str = "stop"
 
     def extract(
         self, encode: Encoder, images, identity: dict, accelerator: Accelerator, description: str
     ) -> dict[str, torch.Tensor]:
+        workers = count_loader_workers(accelerator) if self.num_workers is None else self.num_workers
         return extract_features(
             encode,
             images,
@@ -56,7 +60,7 @@ class Extraction:
             identity,
             accelerator,
             self.batch_size,
-            num_workers=self.num_workers if accelerator.device.type != "cpu" else 0,
+            num_workers=workers if accelerator.device.type != "cpu" else 0,
             description=description,
         )
 

@@ -56,7 +56,7 @@ class RunOptions:
     max_grad_norm: float | None = None
     ema_decay: float | None = None
     max_skipped_steps: int = 20
-    num_workers: int = 0
+    num_workers: int | None = None
     checkpointing_steps: int = 500
     checkpoints_total_limit: int | None = 2
     resume_from_checkpoint: str | None = None

@@ -53,7 +53,7 @@ class DiffusionData:
             return pixel_images(
                 self.splits, self.image_size, self.image_channels, seed, progress=run.progress, **settings
             )
-        workers = run.options.num_workers
+        workers = run.num_workers
         return latent_images(
             self.vae, self.splits, self.image_size, seed, run.accelerator, latents_dir, num_workers=workers, **settings
         )

@@ -88,7 +88,7 @@ class NestedData:
 
     def encode(self, run: Run, cache_dir: Path, horizontal_flip: bool, memory_limit: int) -> None:
         """Encodes the training images into the cache, unless they are there already."""
-        splits, workers = self.images_and_classes.splits, run.options.num_workers
+        splits, workers = self.images_and_classes.splits, run.num_workers
         shards = cache_nested_latents(
             self.latent_encoder, splits, cache_dir, run.accelerator, horizontal_flip, num_workers=workers
         )

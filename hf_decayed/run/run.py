@@ -39,7 +39,7 @@ from torch.optim.swa_utils import AveragedModel
 from tqdm.auto import tqdm
 from transformers import ImageProcessingMixin, PreTrainedModel
 
-from ..command_line import count_cores, set_cpu_threads, threads_of_environment
+from ..command_line import count_cores, count_loader_workers, set_cpu_threads, threads_of_environment
 from ..data.datasets import EpochBatchSampler, identity_collate
 from ..data.keyed_random import batch_generator
 from ..errors import UserError, format_error, print_error
@@ -64,6 +64,9 @@ from .checkpoints import (
 from .optimization import ema_with_warmup, is_scaler_warmup
 from .records import MetricsFile, replace_text
 from .signals import StopSignal, ignore_signals
+
+
+STREAM_WORKERS = 4  # where nothing was said
 
 
 class Run:
@@ -97,6 +100,9 @@ class Run:
         self.threads = set_cpu_threads(
             self.accelerator, options.cpu_threads or self.saved_setting("cpu_threads", is_thread_count)
         )
+        self.num_workers = count_loader_workers(self.accelerator)
+        if options.num_workers is not None:
+            self.num_workers = min(options.num_workers, count_cores())
         set_seed(options.seed)
         self.device, self.print = self.accelerator.device, self.accelerator.print
         self.is_main_process, self.num_processes = self.accelerator.is_main_process, self.accelerator.num_processes
@@ -316,7 +322,7 @@ class Run:
     def loader(self, images):
         options, parts = self.options, self.options.gradient_accumulation_steps
         settings: dict[str, object] = {
-            "num_workers": min(options.num_workers, count_cores()) if images.uses_workers else 0,
+            "num_workers": self.num_workers if images.uses_workers else 0,
             "pin_memory": self.device.type == "cuda",
             "generator": torch.Generator(),  # its own: starting to iterate must not advance the one of dropout
             "worker_init_fn": ignore_signals,
@@ -330,7 +336,9 @@ class Run:
             )
             return self.accelerator.prepare(loader)
         # Accelerate lets one process read a stream and hands out the shares. Resuming reads again what was seen.
-        settings["num_workers"] = min(options.num_workers, count_cores(), images.num_shards)
+        # The order of a stream depends on the number of workers: it must not change with the threads of a trial.
+        workers = STREAM_WORKERS if options.num_workers is None else options.num_workers
+        settings["num_workers"] = min(workers, count_cores(), images.num_shards)
         loader = torch.utils.data.DataLoader(
             images, batch_size=options.batch_size // parts, drop_last=True, **settings
         )
