@@ -205,6 +205,12 @@ def test_the_numbers_of_a_card_come_out_again(name, tmp_path):
         again = json.loads((tmp_path / "again.json").read_text())
         assert again["protocol_hash"] == recorded["protocol_hash"]
         for row, measured in recorded["rows"].items():
+            repeated = again["rows"][row]
             for metric, value in measured.items():
-                # Of a thousand images one or two may fall to another side on another machine.
-                assert again["rows"][row][metric] == pytest.approx(value, rel=0.01, abs=0.003), (row, metric)
+                if metric.endswith("_spread"):
+                    continue  # of three clusterings, or of resamplings: itself as random as they are
+                # Clusters and samples come out otherwise on another CPU, by as much as their spread says. Of a thousand images
+                # one or two may fall to another side.
+                spread = max(rows.get(f"{metric}_spread", 0.0) for rows in (measured, repeated))
+                tolerance = pytest.approx(value, rel=0.01, abs=max(0.003, 3 * spread))
+                assert repeated[metric] == tolerance, (row, metric)
