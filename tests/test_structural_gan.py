@@ -1,5 +1,7 @@
 """Structural adversarial objectives: networks, losses, metrics, pipeline, training script, page."""
 
+import copy
+import itertools
 import json
 import math
 import os
@@ -312,6 +314,16 @@ def test_neighbours_are_real_and_not_oneself():
         neighbour_alignment(real, keys, candidates, candidate_keys, 8, exclude_self=True)
 
 
+def test_no_gradients_go_into_the_average():
+    """It gives the keys, and nothing else."""
+    average, images = tiny_discriminator(), torch.randn(4, 1, 12, 12)
+    keys = F.normalize(average(images).pooler_output, dim=1)
+    embeddings = sphere(4, 6).requires_grad_()
+    candidates = NeighbourBank(8, 6, 16).candidates(embeddings, keys)
+    neighbour_alignment(embeddings, keys, *candidates, exclude_self=True).backward()
+    assert embeddings.grad.norm() > 0 and all(parameter.grad is None for parameter in average.parameters())
+
+
 def test_bank_wraps_and_takes_no_gradients():
     bank = NeighbourBank(6, 2, 3)
     batches = [
@@ -354,16 +366,18 @@ def test_jacobian_norm_is_the_largest_singular_value(decay):
 def test_gradient_of_the_jacobian_norm_is_that_of_finite_differences():
     network = nn.Sequential(nn.Linear(5, 7), nn.ELU(), nn.Linear(7, 3))
     inputs, directions = torch.randn(4, 5), torch.randn(4, 3)
-    jacobian_norm(network, inputs, directions, 50).sum().backward()
-    weight = network[0].weight
-    gradient, step = weight.grad[2, 1].item(), 1e-2
-    values = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            weight[2, 1] += sign * step
-            values.append(exact_norms(network, inputs).sum().item())
-            weight[2, 1] -= sign * step
-    assert gradient == pytest.approx((values[0] - values[1]) / (2 * step), rel=2e-2)
+    jacobian_norm(network, inputs, directions, 200).sum().backward()
+    exact = copy.deepcopy(network).double()
+    for index in (0, 2):
+        weight, step = exact[index].weight, 1e-5
+        for row, column in itertools.product(*map(range, weight.shape)):
+            values = []
+            for change in (step, -2 * step, step):  # the last brings the weight back
+                with torch.no_grad():
+                    weight[row, column] += change
+                values.append(exact_norms(exact, inputs.double()).sum().item())
+            gradient = network[index].weight.grad[row, column].item()
+            assert gradient == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-2, abs=1e-3)
 
 
 def test_jacobian_norm_leaves_inputs_and_modes_alone():
@@ -610,6 +624,9 @@ def test_commands_sample_from_the_pipeline(pipeline, tmp_path):
         (["--set_generator", "sample_size=32"], "sample_size follows from --image_size and --num_channels"),
         (["--set", "num_channels=3"], "num_channels follows from --image_size and --num_channels"),
         (["--hinge_side", "left"], "--hinge_side: invalid choice: 'left'"),
+        (["--smoothness_images", "24"], "--batch_size 64 is not divisible by --smoothness_images 24: use 8"),
+        (["--short_side", "20"], "--short_side 20 is smaller than --image_size 28"),
+        (["--objective", "hinge", "--set", "projection_size=4"], "projection_size is 1 with --objective hinge"),
     ],
 )
 def test_flags_that_are_refused(flags, sentence, capsys):
@@ -639,6 +656,31 @@ def test_recipes_build_networks(recipe):
         discriminator, generator = structural_gan.build_networks(options)
     assert generator.config.sample_size == options.image_size
     assert discriminator.config.num_channels == generator.config.out_channels
+
+
+@pytest.mark.parametrize(
+    "recipe, values",
+    [
+        ("cifar10", {"batch_size": 512, "num_train_epochs": 1000, "image_size": 32, "short_side": None}),
+        ("cifar100", {"batch_size": 512, "num_train_epochs": 1000, "image_size": 32, "short_side": None}),
+        ("imagenet10_128", {"batch_size": 320, "num_train_epochs": 500, "image_size": 128, "short_side": 144}),
+    ],
+)
+def test_recipes_have_the_dissertation_s_values(recipe, values):
+    options, _ = structural_gan.parse_arguments(["--recipe", recipe])
+    of_all = {"learning_rate": 2e-4, "weight_decay": 0.1, "adam_beta1": 0.5, "adam_beta2": 0.999, "ema_decay": 0.99}
+    of_all |= {"divergence": "jsd", "covariance": "full", "hinge_side": "below", "objective": "structural"}
+    of_all |= {"cluster_weight": 3, "num_neighbours": 1, "bank_size": 10_240, "crop_scale": [0.5, 1.0]}
+    of_all |= {"smoothness_weight": 5, "lipschitz": 1, "power_iterations": 1, "norm_weight": 4}
+    of_all |= {"smoothness_images": values["batch_size"], "num_channels": 3, "horizontal_flip": True}
+    assert {name: getattr(options, name) for name in of_all | values} == of_all | values
+    with torch.device("meta"):
+        discriminator, generator = structural_gan.build_networks(options)
+    if recipe.startswith("cifar"):
+        assert (count(discriminator), count(generator)) == (11_498_314 - 5_130, 5_025_667)
+    else:
+        assert tuple(discriminator.config.hidden_sizes) == (64, 64, 128, 256, 512)
+        assert tuple(generator.config.block_out_channels) == (2048, 1024, 512, 256, 128)
 
 
 def test_runaway_warnings():
@@ -704,22 +746,26 @@ def test_a_killed_run_ends_with_the_same_bits(processes, tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("objective", ["structural", "hinge"])
 def test_one_and_two_processes_train_alike(objective, tmp_path):
-    """Moments, neighbours and batch norms are of the whole batch, whoever holds its parts."""
-    flags = [*SCRIPT, "--max_train_steps", 3, "--smoothness_images", 16, "--objective", objective]
+    """Moments, neighbours, batch norms and images of the penalty are of the whole batch, whoever holds its parts."""
+    flags = [*SCRIPT, "--max_train_steps", 3, "--smoothness_images", 4, "--objective", objective]
     for processes in (1, 2):
         run_script("structural_gan.py", *flags, "--output_dir", tmp_path / str(processes), processes=processes)
     one, two = all_weights(tmp_path / "1"), all_weights(tmp_path / "2")
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-2, atol=1e-4, msg=name)
+    flags += ["--smoothness_images", 1, "--output_dir", tmp_path / "odd"]
+    error = run_script("structural_gan.py", *flags, processes=2, code=2).stderr
+    assert "--smoothness_images 1 is not divisible by 2 processes." in error and "Traceback" not in error
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_probe_never_touches_the_encoder(tmp_path):
-    """Weights are the same whatever the probe learns."""
+    """Weights are the same whatever the probe learns; a Jacobian that is far too large is told once."""
     for name, rate in (("slow", 1e-3), ("fast", 1.0)):
-        flags = [*SCRIPT, "--max_train_steps", 3, "--probe_learning_rate", rate]
-        run_script("structural_gan.py", *flags, "--output_dir", tmp_path / name)
+        flags = [*SCRIPT, "--max_train_steps", 3, "--probe_learning_rate", rate, "--lipschitz", 0.001]
+        stdout = run_script("structural_gan.py", *flags, "--output_dir", tmp_path / name).stdout
+        assert stdout.count("warning: the Jacobian's norm is") == 1 and "raise --smoothness_weight" in stdout
     slow, fast = all_weights(tmp_path / "slow"), all_weights(tmp_path / "fast")
     assert all(torch.equal(slow[name], fast[name]) for name in slow)
 
@@ -799,6 +845,31 @@ def test_random_numbers_belong_to_the_image():
         assert torch.equal(both[name][1:], alone[name])
     assert not torch.equal(both["latents"][0], both["latents"][1])
     assert both["pixel_values"].abs().max() <= 1.001
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_bank_of_a_run_has_real_images_alone(tmp_path):
+    """Its keys are features of the images of the last batches, by networks that do not learn."""
+    from safetensors.torch import load_file
+
+    from hf_decayed.data.datasets import EpochBatchSampler, TrainingImages
+    from hf_decayed.data.sources import load_image_splits
+    from hf_decayed.data.transforms import Augmentation
+
+    flags = [*SCRIPT, "--max_train_steps", 3, "--learning_rate", 0, "--crop_scale", 1, 1, "--horizontal_flip", "false"]
+    run_script("structural_gan.py", *flags, "--output_dir", tmp_path)
+    augmentation = Augmentation((28, 28), 1, 0, [0.5], [0.5], 0, (1.0, 1.0), horizontal_flip=False)
+    images = TrainingImages(load_image_splits().take(96).train, "image", augmentation)
+    keys = [key for batch in EpochBatchSampler(96, 16, 0, 0, 3) for key in batch]
+    model = AutoModel.from_pretrained(tmp_path / "discriminator")
+    with torch.no_grad():
+        features = F.normalize(model(images.__getitems__(keys)["pixel_values"]).pooler_output, dim=1)
+    (file,) = (tmp_path / "checkpoints" / "step-3").glob("**/bank*.safetensors")
+    bank = load_file(file)
+    assert int(bank["count"]) == 48
+    torch.testing.assert_close(bank["keys"][:48], features, rtol=1e-3, atol=1e-4)
+    assert bank["keys"][48:].eq(0).all()
 
 
 # The page.

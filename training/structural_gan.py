@@ -12,6 +12,8 @@ samples, and kNN, k-means and linear probe of the discriminator's features besid
 `--cluster_weight 0` leaves the moments alone. A recipe is a file in `training/recipes/structural_gan`; every flag overrides it.
 """
 
+import math
+
 import torch
 from torch.nn import functional as F
 
@@ -28,6 +30,7 @@ from hf_decayed.data.arguments import add_data_arguments, data_arguments
 from hf_decayed.data.datasets import AdversarialImages
 from hf_decayed.data.sources import load_image_splits
 from hf_decayed.data.transforms import Augmentation
+from hf_decayed.errors import UserError
 from hf_decayed.losses.adversarial import (
     NeighbourBank,
     check_jacobian_support,
@@ -58,6 +61,11 @@ def parse_arguments(arguments=None):
     flags.add_image_arguments(data, crop_scale=(0.5, 1.0))
     data.add_argument("--image_size", type=positive_int, default=32, help="height and width")
     data.add_argument("--num_channels", type=positive_int, default=3, help="of the images: 1 or 3")
+    data.add_argument(
+        "--short_side",
+        type=positive_int,
+        help="evaluate on the middle of images, resized to this short side; otherwise they are squeezed to a square",
+    )
 
     model = parser.add_argument_group("model")
     model.add_argument("--size", choices=list(SIZES), default="cifar", help="of both networks")
@@ -95,7 +103,7 @@ def parse_arguments(arguments=None):
     )
     objective.add_argument("--power_iterations", type=positive_int, default=1)
     objective.add_argument(
-        "--smoothness_images", type=positive_int, help="real ones a step, and as many generated; all"
+        "--smoothness_images", type=positive_int, help="real ones of a batch, and as many generated; all"
     )
     objective.add_argument("--norm_weight", type=non_negative_float, default=4.0, help="times --smoothness_weight")
     objective.add_argument("--hinge_side", choices=["below", "above"], default="below", help="norms it penalises")
@@ -114,7 +122,10 @@ def parse_arguments(arguments=None):
     for name in {"num_channels", "sample_size", "out_channels"} & {*options.fields, *options.generator_fields}:
         parser.error(f"{name} follows from --image_size and --num_channels")
     if options.objective == "hinge":
-        options.fields["projection_size"] = 1  # the embedding is a score
+        if options.fields.setdefault("projection_size", 1) != 1:
+            parser.error("projection_size is 1 with --objective hinge, because the embedding is a score")
+    if options.short_side is not None and options.short_side < options.image_size:
+        parser.error(f"--short_side {options.short_side} is smaller than --image_size {options.image_size}")
     if options.gradient_accumulation_steps > 1:
         parser.error(
             "--gradient_accumulation_steps must be 1: moments and neighbours are of a whole batch, and those of its parts "
@@ -124,6 +135,12 @@ def parse_arguments(arguments=None):
         parser.error(
             f"--bank_size {options.bank_size} is not divisible by --batch_size {options.batch_size}: use "
             f"{max(1, options.bank_size // options.batch_size) * options.batch_size}"
+        )
+    options.smoothness_images = options.smoothness_images or options.batch_size
+    if options.batch_size % options.smoothness_images != 0:
+        parser.error(
+            f"--batch_size {options.batch_size} is not divisible by --smoothness_images {options.smoothness_images}: use "
+            f"{math.gcd(options.batch_size, options.smoothness_images)}"
         )
     return options, parser.run_options(options)
 
@@ -148,6 +165,10 @@ def build_networks(options) -> tuple[StructuralDiscriminatorModel, StructuralGen
 def main():
     options, run_options = parse_arguments()
     run = Run(run_options, kind="structural_gan")
+    if options.smoothness_images % run.num_processes != 0:
+        raise UserError(
+            f"--smoothness_images {options.smoothness_images} is not divisible by {run.num_processes} processes."
+        )
 
     # Data.
     with run.accelerator.main_process_first():
@@ -158,7 +179,9 @@ def main():
     # Model.
     discriminator, generator = build_networks(options)
     config, latent_dim = discriminator.config, generator.config.latent_dim
-    processor = default_image_processor(options.image_size, options.num_channels)
+    processor = default_image_processor(options.image_size, options.num_channels, options.short_side is not None)
+    if options.short_side is not None:
+        processor.size = {"shortest_edge": options.short_side}
     processor.image_mean = processor.image_std = [0.5] * options.num_channels  # the generator's images are in [-1, 1]
     augmentation = Augmentation.from_processor(
         processor, options.num_channels, **flags.augmentation_arguments(options)
@@ -227,24 +250,24 @@ def main():
     warned = None
     for batch in run.batches(images):
         real, latents, directions = batch["pixel_values"], batch["latents"], batch["directions"]
-        real_keys = neighbour_keys(real)
 
         # The discriminator.
         with torch.no_grad():
             generated = generator(latents[:, 0]).sample
         with run.accumulate(discriminator):
             output = discriminator(torch.cat([real, generated]))
-            number = options.smoothness_images or len(real)
+            every = options.batch_size // options.smoothness_images  # the same images, whoever holds them
             with torch.set_grad_enabled(options.smoothness_weight > 0):  # otherwise it is measured, which costs less
                 sigma = jacobian_norm(
                     embed,
-                    torch.cat([real[:number], generated[:number]]),
-                    directions[:number].transpose(0, 1).flatten(0, 1),
+                    torch.cat([real[::every], generated[::every]]),
+                    directions[::every].transpose(0, 1).flatten(0, 1),
                     options.power_iterations,
                 )
             smoothness = (sigma - options.lipschitz).square().mean()
             if options.objective == "structural":
                 real_embeds, generated_embeds = (gather_rows(rows) for rows in output.image_embeds.chunk(2))
+                real_keys = neighbour_keys(real)
                 candidates = bank.candidates(real_embeds, real_keys)
                 divergence = gaussian_divergence(real_embeds, generated_embeds, options.divergence, options.covariance)
                 alignment = neighbour_alignment(
