@@ -879,8 +879,30 @@ def test_the_page_has_the_numbers_of_the_runs():
     page = (ROOT / "docs" / "structural_gan.md").read_text()
     for data in structural_gan_report.DATA:
         if structural_gan_report.read_results(data)["full"]:
-            shown = page.split(f"<!-- table structural_gan_{data} -->\n")[1].split("\n<!-- end -->")[0]
-            assert shown == structural_gan_report.table(data)
+            for name, render in (("", structural_gan_report.table), ("_seeds", structural_gan_report.seed_table)):
+                shown = page.split(f"<!-- table structural_gan_{data}{name} -->\n")[1].split("\n<!-- end -->")[0]
+                assert shown == render(data)
+
+
+def test_records_are_of_the_report_s_runs(tmp_path, monkeypatch):
+    """All of one length, with the same seeds for every objective; what was trained with other flags is trained anew."""
+    report = structural_gan_report
+    records = [path.stem.split("-") for path in report.RESULTS.glob("*.json")]
+    seeds = {}
+    for data, objective, seed in records:
+        seeds.setdefault(data, {}).setdefault(objective, set()).add(int(seed.removeprefix("seed")))
+    assert seeds.keys() == report.DATA.keys()
+    for objectives in seeds.values():
+        assert objectives.keys() == report.OBJECTIVES.keys() and len(set(map(frozenset, objectives.values()))) == 1
+    started = []
+    monkeypatch.setattr(report.subprocess, "run", lambda command, check: started.append(command))
+    for data, objective, seed in records:
+        report.train(data, objective, int(seed.removeprefix("seed")), tmp_path)
+    assert started == []
+    monkeypatch.setattr(report, "FLAGS", [*report.FLAGS, "--max_train_steps", "2"])
+    with pytest.raises(FileNotFoundError):  # results of the run that did not take place
+        report.train("grey", "full", 0, tmp_path)
+    assert len(started) == 1
 
 
 def test_commands_of_the_page_are_understood():

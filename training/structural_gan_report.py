@@ -11,6 +11,7 @@ and steps. The same command continues where it was stopped. The results of every
 
 import argparse
 import json
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -40,6 +41,7 @@ ROWS = {
     "moments": "moments and smoothness",
     "full": "full objective",
 }
+COMPARISONS = [("full", "untrained"), ("full", "hinge"), ("full", "moments"), ("moments", "hinge"), ("full", "pixels")]
 COLUMNS = {
     "knn_accuracy": "kNN",
     "kmeans_accuracy": "k-means",
@@ -65,16 +67,18 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
 def train(data: str, objective: str, seed: int, output_dir: Path) -> None:
     """One run, unless its results are there; keeps results and samples."""
     name = f"{data}-{objective}-seed{seed}"
-    if (RESULTS / f"{name}.json").exists():
+    flags = [*FLAGS, *DATA[data], *OBJECTIVES[objective], "--seed", str(seed)]
+    record = RESULTS / f"{name}.json"
+    if record.exists() and shlex.join(flags) in json.loads(record.read_text())["command"]:
         return
     folder = output_dir / name
     print(name, flush=True)
-    flags = [*FLAGS, *DATA[data], *OBJECTIVES[objective], "--seed", str(seed), "--output_dir", str(folder)]
     script = str(ROOT / "training" / "structural_gan.py")
-    subprocess.run([sys.executable, script, *flags, "--resume_from_checkpoint", "latest"], check=True)
+    command = [sys.executable, script, *flags, "--output_dir", str(folder), "--resume_from_checkpoint", "latest"]
+    subprocess.run(command, check=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / "samples.png", RESULTS / f"{name}.png")
-    shutil.copyfile(folder / "results.json", RESULTS / f"{name}.json")
+    shutil.copyfile(folder / "results.json", record)
 
 
 def read_results(data: str) -> dict[str, list[dict]]:
@@ -106,6 +110,25 @@ def table(data: str) -> str:
     return "\n".join(lines)
 
 
+def seed_table(data: str) -> str:
+    """A table in Markdown: in how many seeds one row of [`table`] is above another."""
+    results = read_results(data)
+    runs = {**results, "untrained": results["full"], "pixels": results["full"]}
+    lines = ["| seeds | " + " | ".join(COLUMNS.values()) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for first, second in COMPARISONS:
+        suffix = f"_{second}" if second in ("pixels", "untrained") else ""
+        cells = []
+        for name in COLUMNS:
+            pairs = {run["seed"]: [run[name]] for run in runs[first]}
+            for run in runs[second]:
+                if run["seed"] in pairs and f"{name}{suffix}" in run:
+                    pairs[run["seed"]].append(run[f"{name}{suffix}"])
+            values = [pair for pair in pairs.values() if len(pair) == 2]
+            cells.append(f"{sum(one > other for one, other in values)} of {len(values)}" if values else "")
+        lines.append(f"| {ROWS[first]} above {ROWS[second]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def average(values: list[float]) -> str:
     """Mean and standard deviation; nothing of no values."""
     if not values:
@@ -123,7 +146,7 @@ def main(arguments=None) -> None:
                     train(data, objective, seed, options.output_dir)
     for data in options.data:
         if read_results(data)["full"]:
-            print(f"{data}\n\n{table(data)}\n")
+            print(f"{data}\n\n{table(data)}\n\n{seed_table(data)}\n")
 
 
 if __name__ == "__main__":
