@@ -626,7 +626,6 @@ def test_commands_sample_from_the_pipeline(pipeline, tmp_path):
         (["--hinge_side", "left"], "--hinge_side: invalid choice: 'left'"),
         (["--smoothness_images", "24"], "--batch_size 64 is not divisible by --smoothness_images 24: use 8"),
         (["--short_side", "20"], "--short_side 20 is smaller than --image_size 28"),
-        (["--objective", "hinge", "--set", "projection_size=4"], "projection_size is 1 with --objective hinge"),
     ],
 )
 def test_flags_that_are_refused(flags, sentence, capsys):
@@ -751,8 +750,8 @@ def test_one_and_two_processes_train_alike(objective, tmp_path):
     for processes in (1, 2):
         run_script("structural_gan.py", *flags, "--output_dir", tmp_path / str(processes), processes=processes)
     one, two = all_weights(tmp_path / "1"), all_weights(tmp_path / "2")
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-2, atol=1e-4, msg=name)
+    different = [name for name in one if not torch.allclose(one[name], two[name], rtol=1e-2, atol=1e-4)]
+    assert different == []
     flags += ["--smoothness_images", 1, "--output_dir", tmp_path / "odd"]
     error = run_script("structural_gan.py", *flags, processes=2, code=2).stderr
     assert "--smoothness_images 1 is not divisible by 2 processes." in error and "Traceback" not in error
@@ -865,8 +864,7 @@ def test_the_bank_of_a_run_has_real_images_alone(tmp_path):
     model = AutoModel.from_pretrained(tmp_path / "discriminator")
     with torch.no_grad():
         features = F.normalize(model(images.__getitems__(keys)["pixel_values"]).pooler_output, dim=1)
-    (file,) = (tmp_path / "checkpoints" / "step-3").glob("**/bank*.safetensors")
-    bank = load_file(file)
+    bank = load_file(tmp_path / "checkpoints" / "step-00000003" / "bank.safetensors")
     assert int(bank["count"]) == 48
     torch.testing.assert_close(bank["keys"][:48], features, rtol=1e-3, atol=1e-4)
     assert bank["keys"][48:].eq(0).all()

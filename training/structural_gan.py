@@ -122,8 +122,7 @@ def parse_arguments(arguments=None):
     for name in {"num_channels", "sample_size", "out_channels"} & {*options.fields, *options.generator_fields}:
         parser.error(f"{name} follows from --image_size and --num_channels")
     if options.objective == "hinge":
-        if options.fields.setdefault("projection_size", 1) != 1:
-            parser.error("projection_size is 1 with --objective hinge, because the embedding is a score")
+        options.fields["projection_size"] = 1  # the embedding is a score
     if options.short_side is not None and options.short_side < options.image_size:
         parser.error(f"--short_side {options.short_side} is smaller than --image_size {options.image_size}")
     if options.gradient_accumulation_steps > 1:
