@@ -167,7 +167,14 @@ def main():
     pipeline = RelightingPipeline(evaluated)
     run.save(pipeline, "pipeline")
     measured = run.evaluate(monitor, pipeline, "samples")
-    results = run.results({**measured, "alpha": evaluated.config.alpha, "dataset": data.describe()})
+    settings = {
+        "alpha": evaluated.config.alpha,
+        "bounded_modulation": evaluated.config.bounded_modulation,
+        "intrinsic_weight": options.intrinsic_weight,
+        "extrinsic_weight": options.extrinsic_weight,
+        "prior": prior.name if prior else None,
+    }
+    results = run.results({**measured, **settings, "dataset": data.describe()})
     if run.is_main_process:
         print(
             f"relit RMSE {results['relit_rmse']:.3f} (unchanged image {results['copy_rmse']:.3f}, wrong reference "

@@ -98,6 +98,7 @@ class DensePrior:
             processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise UserError(f"--prior {path}: {format_error(error)}") from error
+        self.name = Path(path).resolve().name
         self.channels: int = self.backbone.channels[-1]
         self.size = (processor.size["height"], processor.size["width"])
         self.mean, self.std = (
@@ -139,13 +140,19 @@ class RelightingMonitor:
             self.relit = model.decode(codes[0].intrinsics, codes[1].light).float().cpu()
             wrong_light = codes[1].light[other_lights(examples.lights)]
             wrongly_relit = model.decode(codes[0].intrinsics, wrong_light).float().cpu()
-            self.albedo = model.decode(codes[0].intrinsics, codes[1].light, alpha=0.0).float().cpu()
+            self.albedo, other_albedo = (
+                model.decode(encoding.intrinsics, encoding.light, alpha=0.0).float().cpu()
+                for encoding in (codes[0], codes[2])
+            )
         metrics = self.baselines | named_errors("relit", self.relit, examples.target)
         metrics |= named_errors("wrong_reference", wrongly_relit, examples.target)
         metrics["reference_leakage"] = reference_leakage(self.relit, examples.target, examples.reference)
         if examples.albedo is not None:
             metrics["albedo_error"] = albedo_error(intensities(self.albedo), examples.albedo)
             metrics["albedo_error_of_input"] = albedo_error(intensities(examples.image), examples.albedo)
+        # Of one scene under two lights: an albedo that has lost its light is the same for both.
+        metrics["albedo_change"] = albedo_error(intensities(self.albedo), intensities(other_albedo))
+        metrics["albedo_change_of_input"] = albedo_error(intensities(examples.image), intensities(examples.target))
         lights = torch.cat([codes[1].light, codes[2].light]).cpu()
         similarity = (
             light_consistency(lights, examples.lights.repeat(2)) if len(examples.lights.unique()) > 1 else None
