@@ -1,12 +1,17 @@
 """Latent intrinsics: losses, the network, data, the pipeline, metrics, and the script `relight.py`."""
 
+import copy
 import json
 import math
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 import time
+import warnings
+from types import SimpleNamespace
 
 import evaluate
 import numpy as np
@@ -20,6 +25,7 @@ from diffusers.utils import export_to_gif
 from PIL import Image
 from script_server import kill, start_script
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_decayed.cli import main
 from hf_decayed.data.lambertian import LambertianScenes, is_lit
@@ -53,11 +59,18 @@ from hf_decayed.losses.relighting import (
 from hf_decayed.models.latent_intrinsics import (
     INITIAL_BRANCH_SCALE,
     LatentIntrinsicsBlock,
+    LatentIntrinsicsEncoding,
     LatentIntrinsicsModel,
     constrained_scaling,
     sinusoidal_positions,
 )
-from hf_decayed.pipelines.pipeline_relighting import RelightingPipeline, interpolate_codes, tile_starts, tiles
+from hf_decayed.pipelines.pipeline_relighting import (
+    RelightingPipeline,
+    interpolate_codes,
+    strips,
+    tile_starts,
+    tiles,
+)
 from hf_decayed.run.relighting import DensePrior, RelightingMonitor, other_lights
 
 
@@ -519,6 +532,26 @@ def test_folders_that_cannot_be_used(tmp_path):
         RelightingFolder(tmp_path / "sizes").pair(0, (0, 1))
 
 
+def test_images_of_16_bits_are_scaled_and_nan_is_refused(tmp_path):
+    for name in ("attic", "cellar"):
+        save_scene(tmp_path / name)
+    deep = np.arange(320, dtype=np.uint16).reshape(16, 20) * 205
+    Image.fromarray(deep).save(tmp_path / "attic" / "dir_1_mip2.png")
+    pixels = RelightingFolder(tmp_path).pair(0, (0, 1))[1]
+    assert np.array_equal(pixels[0].numpy(), (deep / 257.0).astype(np.uint8)) and torch.equal(pixels[0], pixels[2])
+    Image.fromarray(np.full((16, 20), np.nan, np.float32)).save(tmp_path / "cellar" / "dir_2.tiff")
+    with pytest.raises(DataError, match="'cellar/dir_2.tiff' cannot be decoded .it holds NaN or infinity."):
+        RelightingFolder(tmp_path).pair(1, (0, 2))
+
+
+def test_scenes_may_differ_in_size(tmp_path):
+    save_scene(tmp_path / "attic", size=(20, 16))
+    save_scene(tmp_path / "cellar", size=(31, 12))
+    for crop_scale in ((0.5, 1.0), None):
+        batch = RelightingPairs(RelightingFolder(tmp_path), 8, 0, crop_scale).__getitems__([(0, 0), (0, 1)])
+        assert batch["pixel_values"].shape == batch["target_values"].shape == (2, 3, 8, 8)
+
+
 def test_clipping_is_a_cameras():
     assert to_bytes(torch.tensor([0.0, 0.7, 1.4, 9.0])).tolist() == [0, 128, 255, 255]
 
@@ -567,12 +600,87 @@ def test_tiles_blend_to_the_whole():
     total, weight_sum = torch.zeros_like(image), torch.zeros_like(image)
     number = 0
     for rows, columns, weights in tiles(21, 40, 16, 0.5):
-        assert weights.shape == (16, 16) and weights[8, 8] == weights.max() > weights[0, 0] > 0
+        assert weights.shape == (16, 16) and 0 < weights.min() <= weights.max() <= 1 + 1e-6
         total[rows, columns] += weights * image[rows, columns]
         weight_sum[rows, columns] += weights
         number += 1
-    torch.testing.assert_close(total / weight_sum, image)
+    torch.testing.assert_close(weight_sum, torch.ones_like(image))
+    torch.testing.assert_close(total, image)
     assert number == 2 * 4 and tile_starts(40, 16, 0.5) == [0, 8, 16, 24] and tile_starts(10, 16, 0.5) == [0]
+    # Where two tiles overlap, the one whose middle is nearer has the larger weight: 16 to 24 are right of the first's.
+    (_, first), (_, second) = strips(24, 16, 0.5)
+    assert (first[8:].diff() < 0).all() and (second[:8].diff() > 0).all() and first[8] > second[0]
+
+
+class Mirror(torch.nn.Module):
+    """In place of the autoencoder: images are decoded as they were encoded, whatever the light."""
+
+    config = SimpleNamespace(sample_size=16, light_dim=4)
+    scale_factor, dtype, device = 4, torch.float32, torch.device("cpu")
+
+    def encode(self, pixel_values):
+        return LatentIntrinsicsEncoding((pixel_values,), torch.zeros(len(pixel_values), 4))
+
+    def decode(self, intrinsics, light, alpha=None):
+        return intrinsics[0].clone()
+
+
+@pytest.mark.parametrize("height, width", [(64, 48), (37, 21), (9, 50), (5, 7)])
+def test_tiles_of_a_pipeline_equal_the_whole(height, width, pipeline):
+    """With a network that returns its input, tiles of any size and overlap are the image again."""
+    pipeline.autoencoder = Mirror()
+    images = torch.rand(2, 3, height, width)
+    for tile_size, overlap in ((None, 0.5), (8, 0.0), (12, 0.9)):
+        relit = pipeline(images, images[:1], tile_size=tile_size, tile_overlap=overlap, output_type="pt").images
+        torch.testing.assert_close(relit, images)
+
+
+class LargeAllocations(TorchDispatchMode):
+    """Names of the operations inside of the context that allocate at least so many bytes."""
+
+    def __init__(self, num_bytes):
+        super().__init__()
+        self.num_bytes, self.names = num_bytes, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        inputs = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() >= self.num_bytes:
+                if value.untyped_storage().data_ptr() not in inputs:
+                    self.names.append(str(operation))
+        return result
+
+
+def test_memory_grows_by_the_image_and_the_relit_image_alone():
+    """Every other tensor is smaller than a quarter of the image."""
+    pipeline = RelightingPipeline(tiny_model())
+    image, reference = torch.rand(1, 3, 96, 96), torch.rand(1, 3, 16, 16)
+    with LargeAllocations(image.numel()) as large:
+        relit = pipeline(image, reference, tile_overlap=0.0, output_type="pt").images
+    assert relit.shape == image.shape and relit.std() > 0
+    # The processor's copy of the input, and the sum of the tiles, which is the result.
+    assert large.names == ["aten.cat.default", "aten.new_zeros.default"]
+
+
+@torch.no_grad()
+def test_a_pipeline_with_dense_features_of_another_encoder():
+    pipeline = RelightingPipeline(random_weights(tiny_model(prior_channels=6)))
+    image, reference = torch.rand(2, 1, 3, 16, 16)
+    with pytest.raises(ValueError, match="takes dense features of another encoder: pass `prior` of 6 channels"):
+        pipeline(image, reference)
+
+    def prior(pixel_values):
+        assert -1 <= pixel_values.min() < 0 and pixel_values.max() <= 1
+        return F.pixel_unshuffle(pixel_values, 4)[:, :6]
+
+    pipeline.prior = prior
+    relit = pipeline(image, reference, output_type="pt").images
+    model = pipeline.autoencoder
+    intrinsics, _ = model.encode(2 * image - 1, prior(2 * image - 1))
+    light = model.encode(2 * reference - 1, prior(2 * reference - 1)).light
+    torch.testing.assert_close(relit, (model.decode(intrinsics, light) / 2 + 0.5).clamp(0, 1))
+    assert pipeline.albedo(torch.rand(1, 3, 24, 40), output_type="pt").images.shape == (1, 3, 24, 40)
 
 
 def test_batches_and_references(pipeline):
@@ -610,7 +718,11 @@ def test_interpolation_goes_from_light_to_light(pipeline):
         ({"image": []}, "There must be at least one image"),
         ({"image": "photo.jpg"}, "must be PIL images, arrays or tensors, got str"),
         ({"image": Image.new("I;16", (16, 16))}, "8 bits per channel, got the mode I;16"),
+        ({"image": np.full((16, 16, 3), 40_000, np.uint16)}, r"values in \[0, 1\], got the integers of torch.uint16"),
+        ({"image": torch.zeros((3, 16, 16), dtype=torch.uint8)}, "got the integers of torch.uint8"),
         ({"image": torch.full((1, 3, 16, 16), math.nan)}, "An image holds NaN or infinity"),
+        ({"image": np.where(np.arange(16) == 7, np.nan, np.ones((1, 16, 16, 1)))}, "An image holds NaN or infinity"),
+        ({"reference": torch.full((1, 3, 16, 16), math.inf)}, "An image holds NaN or infinity"),
         ({"image": torch.full((1, 3, 16, 16), 200.0)}, r"values in \[0, 1\], got torch.float32 from 200.0 to 200.0"),
     ],
 )
@@ -634,8 +746,19 @@ def test_wrong_interpolations_are_one_sentence(pipeline):
         pipeline.interpolate(picture(), [picture(), picture()], num_frames=1)
     with pytest.raises(ValueError, match="`image` must be one image, got 2"):
         pipeline.interpolate([picture(), picture()], [picture(), picture()])
-    with pytest.warns(UserWarning, match="`reference` equals `image`"):
-        pipeline(picture(), picture())
+
+
+@pytest.mark.parametrize(
+    "image",
+    [picture(), [picture()], np.full((1, 16, 16, 3), 0.5), torch.full((1, 3, 16, 16), 0.5)],
+    ids=["PIL", "list", "array", "tensor"],
+)
+def test_a_reference_that_equals_the_image_is_told(image, pipeline):
+    with pytest.warns(UserWarning, match="`reference` equals `image`: the result is a reconstruction"):
+        pipeline(image, copy.deepcopy(image))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline(image, picture(seed=1))
 
 
 CLEAN_PROCESS = """
@@ -824,6 +947,13 @@ def test_monitor_compares_with_the_unchanged_image(pipeline, tmp_path):
         )
         relit = pipeline.autoencoder.decode(intrinsics, light)
     assert metrics["relit_rmse"] == pytest.approx(relighting_errors(relit, examples.target)["rmse"], rel=1e-5)
+    with torch.no_grad():
+        images = [examples.image, examples.target]
+        albedos = [pipeline.autoencoder.decode(*pipeline.autoencoder.encode(each), alpha=0.0) for each in images]
+    albedos = [((albedo + 1) / 2).clamp(0, 1) for albedo in albedos]
+    assert metrics["albedo_change"] == pytest.approx(albedo_error(*albedos), rel=1e-4)
+    images = [(each + 1) / 2 for each in images]
+    assert metrics["albedo_change_of_input"] == pytest.approx(albedo_error(*images), rel=1e-4)
     # The mean over all lights is closer than any one image on average; another light is another image.
     assert metrics["mean_light_rmse"] < metrics["copy_rmse"]
     assert metrics["wrong_reference_rmse"] != metrics["relit_rmse"]
@@ -963,6 +1093,23 @@ def test_training_on_a_folder(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_training_with_the_features_of_an_mae(tmp_path):
+    folder = ROOT / "model_cards" / "decayed-mae-coloured"
+    flags = [*SCRIPT, "--prior", folder, "--max_train_steps", 2, "--intrinsic_weight", 0, "--output_dir", tmp_path]
+    run_script("relight.py", *flags)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["prior"] == "decayed-mae-coloured" and results["bounded_modulation"] is True
+    assert results["intrinsic_weight"] == 0 and results["extrinsic_weight"] == 1e-4
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path, trust_remote_code=True)
+    assert pipeline.autoencoder.config.prior_channels == 96
+    pipeline.prior = DensePrior(str(folder), torch.device("cpu"))
+    assert pipeline(picture(40, 24), picture(seed=1)).images[0].size == (40, 24)
+    assert 'pipeline.prior = DensePrior("decayed-mae-coloured"' in (tmp_path / "README.md").read_text()
+    assert main(["publish", str(tmp_path), "--repo_id", "user/relighting", "--dry_run"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_small_network_learns_to_relight():
     """Six scenes by heart: relit images beat the unchanged ones, light codes are those of lights, albedo loses its light."""
     torch.manual_seed(0)
@@ -986,33 +1133,100 @@ def test_a_small_network_learns_to_relight():
     metrics = RelightingMonitor(Accelerator(cpu=True), examples).evaluate(RelightingPipeline(model))
     assert metrics["relit_rmse"] < 0.6 * metrics["copy_rmse"]
     assert metrics["albedo_error"] < metrics["albedo_error_of_input"]
+    assert metrics["albedo_change"] < metrics["albedo_change_of_input"]
     assert metrics["light_similarity"] > metrics["light_similarity_of_others"] + 0.5
     assert metrics["intrinsic_similarity"] > metrics["intrinsic_similarity_of_others"] + 0.2
 
 
 # The page.
 
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    """Python blocks run one after another in a clone, and scripts understand their flags."""
+    page = (ROOT / "docs" / "relighting.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "relight").symlink_to(ROOT / "model_cards" / "relighting-procedural")
+    RelightingPipeline(tiny_model(prior_channels=96)).save_pretrained("outputs/prior_decayed")
+    for seed, name in enumerate(("room", "morning", "evening")):
+        picture(72, 40, seed).save(f"{name}.png")
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "relighting.md", "exec"), names)
+    assert names["relit"].size == names["albedo"].size == (72, 40) and names["code"].norm().item() == pytest.approx(1)
+    with Image.open("room.gif") as animation:
+        assert animation.size == (72, 40)
+    commands = re.findall(r"^accelerate launch training/relight\.py(.*)$", page, re.MULTILINE)
+    assert len(commands) >= 5 and all(relight.parse_arguments(shlex.split(flags)) for flags in commands)
+
+
 COLUMNS = {
     "relit_rmse": "RMSE, relit",
-    "copy_rmse": "unchanged image",
     "wrong_reference_rmse": "wrong reference",
-    "mean_light_rmse": "mean light",
     "albedo_error": "albedo error",
-    "albedo_error_of_input": "of the image",
     "light_similarity": "light codes, same light",
     "light_similarity_of_others": "other lights",
+    "intrinsic_spread": "spread of maps",
+    "reference_leakage": "leakage",
+}
+# What needs no training, by the same columns.
+BASELINES = {
+    "unchanged image": {"relit_rmse": "copy_rmse", "albedo_error": "albedo_error_of_input"},
+    "scene averaged over all lights": {"relit_rmse": "mean_light_rmse"},
 }
 
 
-def results_table():
-    lines = ["| " + " | ".join(["alpha", "seed", *COLUMNS.values()]) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
-    for file in sorted((ROOT / "model_cards" / "results" / "relighting").glob("*.json")):
-        results = json.loads(file.read_text())
-        numbers = [f"{results[name]:.3f}" for name in COLUMNS]
-        lines.append("| " + " | ".join([f"{results['alpha']:g}", str(results["seed"]), *numbers]) + " |")
+def load_runs():
+    """Records of the runs, by alpha, prior and seed; those of the first runs leave out settings at their defaults."""
+    defaults = {"bounded_modulation": True, "intrinsic_weight": 1e-4, "extrinsic_weight": 1e-4, "prior": None}
+    folder = ROOT / "model_cards" / "results" / "relighting"
+    runs = [{**defaults, **json.loads(file.read_text())} for file in sorted(folder.glob("*.json"))]
+    return sorted(
+        runs,
+        key=lambda run: (not run["bounded_modulation"], run["alpha"], -run["intrinsic_weight"], run["seed"]),
+    )
+
+
+def results_table(runs, labels):
+    lines = ["| | seed | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for label, names in BASELINES.items():
+        numbers = {name: {f"{run[names[name]]:.3f}" for run in runs} for name in names}
+        assert all(len(values) == 1 for values in numbers.values())  # all runs are judged by the same images
+        lines.append(f"| {label} | | " + " | ".join(numbers.get(name, {""}).pop() for name in COLUMNS) + " |")
+    for run, label in zip(runs, labels):
+        numbers = [f"{run[name]:.3f}" for name in COLUMNS]
+        lines.append(f"| {label} | {run['seed']} | " + " | ".join(numbers) + " |")
     return "\n".join(lines)
 
 
-def test_the_page_has_the_numbers_of_the_runs():
+def ablation_table():
+    """Runs without a prior."""
+    runs = [run for run in load_runs() if run["prior"] is None]
+    labels = []
+    for run in runs:
+        assert (run["intrinsic_weight"] == 0) == (run["extrinsic_weight"] == 0)
+        alpha = f"alpha {run['alpha']:g}" if run["bounded_modulation"] else "alpha infinite"
+        labels.append(alpha + (", no coding rate" if run["intrinsic_weight"] == 0 else ""))
+    return results_table(runs, labels)
+
+
+PRIORS = {
+    None: "none",
+    "plain-mae-coloured": "plain MAE",
+    "undecayed-mae-coloured": "undecayed MAE",
+    "decayed-mae-coloured": "decayed MAE",
+}
+
+
+def prior_table():
+    """Runs with a prior, and those without one that are the same otherwise."""
+    runs = [run for run in load_runs() if run["alpha"] == 0.5 and run["intrinsic_weight"] > 0]
+    runs.sort(key=lambda run: (list(PRIORS).index(run["prior"]), run["seed"]))
+    return results_table(runs, [PRIORS[run["prior"]] for run in runs])
+
+
+@pytest.mark.parametrize("name, table", [("relighting_tiny", ablation_table), ("relighting_priors", prior_table)])
+def test_the_page_has_the_numbers_of_the_runs(name, table):
     page = (ROOT / "docs" / "relighting.md").read_text()
-    assert page.split("<!-- table relighting_tiny -->\n")[1].split("\n<!-- end -->")[0] == results_table()
+    assert page.split(f"<!-- table {name} -->\n")[1].split("\n<!-- end -->")[0] == table()

@@ -19,10 +19,16 @@ CITATION = """\
 
 def relighting_usage(folder: ModelFolder, name: str, results: dict) -> str:
     """One image relit as another, and without light."""
+    prior_import = prior = ""
+    if results.get("prior"):  # the encoder whose features the network was trained with
+        prior_import = "from hf_decayed.run.relighting import DensePrior\n"
+        prior = f'pipeline.prior = DensePrior("{results["prior"]}", pipeline.device)\n'
     return (
         "from diffusers import DiffusionPipeline\n"
+        f"{prior_import}"
         "from PIL import Image\n\n"
         f'pipeline = DiffusionPipeline.from_pretrained("{name}", trust_remote_code=True)  # pin `revision`\n'
+        f"{prior}"
         'image, reference = Image.open("picture.png"), Image.open("reference.png")\n'
         "relit = pipeline(image, reference).images[0]\n"
         "albedo = pipeline.albedo(image).images[0]"
@@ -36,6 +42,9 @@ def relighting_output(loaded):
     size = loaded.autoencoder.config.sample_size
     generator = torch.Generator().manual_seed(0)
     images, references = torch.rand(2, 2, 3, size, size, generator=generator)
+    if loaded.autoencoder.config.prior_channels > 0:  # any features will do for a comparison
+        features = torch.rand(1, loaded.autoencoder.config.prior_channels, 4, 4, generator=generator)
+        loaded.prior = lambda pixel_values: features.expand(len(pixel_values), -1, -1, -1)
     relit = loaded(images, references, output_type="pt").images
     return torch.cat([relit, loaded.albedo(images, output_type="pt").images]).float()
 

@@ -5,7 +5,8 @@
     >>> albedo = pipe.albedo(image).images[0]
     >>> frames = pipe.interpolate(image, [morning, evening], num_frames=24).images
 
-Images of any size are cut into overlapping tiles of the training size, which are blended with Gaussian weights.
+Images of any size are cut into overlapping tiles of the training size, which are blended with Gaussian weights. Memory grows
+with the image by the image itself and the relit one, both in float32, and by nothing else.
 
 This file travels alone to the Hub, so it imports no sibling; shared code is copied under `Copied from` headers.
 """
@@ -17,7 +18,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,6 +42,9 @@ class RelightingPipeline(DiffusionPipeline):
 
     Args:
         autoencoder (`LatentIntrinsicsModel`): Encodes images as intrinsic maps and a light code, and decodes them.
+
+    A network that was trained with dense features of another encoder needs them here, too. They are no part of the saved
+    folder: set `pipe.prior` to a function of images `(batch, 3, height, width)` in [-1, 1] that returns them.
     """
 
     model_cpu_offload_seq = "autoencoder"
@@ -48,7 +52,9 @@ class RelightingPipeline(DiffusionPipeline):
     def __init__(self, autoencoder: ModelMixin):
         super().__init__()
         self.register_modules(autoencoder=autoencoder)
-        self.image_processor = VaeImageProcessor(do_resize=False, do_convert_rgb=True)
+        # Tiles are normalized one by one: a whole image in [-1, 1] would be one more copy of it.
+        self.image_processor = VaeImageProcessor(do_resize=False, do_normalize=False, do_convert_rgb=True)
+        self.prior: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @torch.no_grad()
     def __call__(
@@ -75,12 +81,13 @@ class RelightingPipeline(DiffusionPipeline):
         light = self.light(reference)
         if len(light) not in (1, len(pixel_values)):
             raise ValueError(f"`reference` must be 1 image or {len(pixel_values)}, one for each, got {len(light)}.")
-        if image is reference or (isinstance(image, PIL.Image.Image) and image == reference):
+        if is_equal(image, reference):
             warnings.warn(
                 "`reference` equals `image`: the result is a reconstruction under its own light.", stacklevel=2
             )
         light = light.expand(len(pixel_values), -1)
         relit = self.render(pixel_values, [light], alpha, tile_size, tile_overlap)[0]
+        del pixel_values  # conversion to PIL needs room for copies of the result
         return self.finish(relit, output_type, return_dict)
 
     @torch.no_grad()
@@ -96,6 +103,7 @@ class RelightingPipeline(DiffusionPipeline):
         pixel_values = self.preprocess(image)
         light = pixel_values.new_zeros(len(pixel_values), self.autoencoder.config.light_dim)  # has no effect
         albedo = self.render(pixel_values, [light], 0.0, tile_size, tile_overlap)[0]
+        del pixel_values
         return self.finish(albedo, output_type, return_dict)
 
     @torch.no_grad()
@@ -138,11 +146,19 @@ class RelightingPipeline(DiffusionPipeline):
                 pixel_values = F.interpolate(
                     pixel_values, (size, size), mode="bilinear", align_corners=False, antialias=True
                 )
-            codes.append(self.autoencoder.encode(pixel_values.to(self.autoencoder.dtype)).light.float())
+            codes.append(self.encode(pixel_values).light.float())
         return torch.cat(codes)
 
+    def encode(self, images: torch.Tensor):
+        """Intrinsic maps and light codes of images in [0, 1], with the prior if there is one."""
+        pixel_values = 2 * images - 1
+        if self.prior is None:
+            return self.autoencoder.encode(pixel_values.to(self.autoencoder.dtype))
+        prior = self.prior(pixel_values).to(self.autoencoder.dtype)
+        return self.autoencoder.encode(pixel_values.to(self.autoencoder.dtype), prior)
+
     def preprocess(self, image: PipelineImageInput) -> torch.Tensor:
-        """Images as one tensor `(batch, 3, height, width)` in [-1, 1]."""
+        """Images as one tensor `(batch, 3, height, width)` in [0, 1]."""
         images = image if isinstance(image, (list, tuple)) else [image]
         if not images:
             raise ValueError("There must be at least one image.")
@@ -152,7 +168,8 @@ class RelightingPipeline(DiffusionPipeline):
         sizes = {tuple(tensor.shape[1:]) for tensor in tensors}
         if len(sizes) > 1:
             raise ValueError(f"Images of one call must have one size, got {sorted(sizes)}.")
-        return torch.cat(tensors).to(self._execution_device)
+        pixel_values = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return pixel_values.to(self._execution_device)
 
     def render(
         self,
@@ -162,7 +179,10 @@ class RelightingPipeline(DiffusionPipeline):
         tile_size: int | None,
         tile_overlap: float,
     ) -> torch.Tensor:
-        """Images under every one of `lights`, tile by tile: `(lights, batch, channels, height, width)` in [-1, 1]."""
+        """Images under every one of `lights`, tile by tile: `(lights, batch, channels, height, width)` in [0, 1].
+
+        Whatever grows with the images is allocated here once: the sum of the weighted tiles, which is the result.
+        """
         factor = self.autoencoder.scale_factor
         tile_size = self.autoencoder.config.sample_size if tile_size is None else tile_size
         if tile_size < 2 * factor or tile_size % factor != 0:
@@ -170,27 +190,24 @@ class RelightingPipeline(DiffusionPipeline):
         if not 0 <= tile_overlap < 1:
             raise ValueError(f"`tile_overlap` must lie in [0, 1), got {tile_overlap}.")
         height, width = pixel_values.shape[2:]
-        # Images that are smaller than a tile become one tile, enlarged by repeating their last row and column.
-        padding = [max(0, min(tile_size, math.ceil(side / factor) * factor) - side) for side in (width, height)]
-        padded = F.pad(pixel_values, (0, padding[0], 0, padding[1]), mode="replicate")
-        dtype = self.autoencoder.dtype
-        total = padded.new_zeros(len(lights), *padded.shape)
-        weight_sum = padded.new_zeros(padded.shape[2:])
-        padded_height, padded_width = padded.shape[2:]
-        for rows, columns, weights in tiles(padded_height, padded_width, tile_size, tile_overlap):
-            tile = padded[:, :, rows, columns]
-            intrinsics, _ = self.autoencoder.encode(tile.to(dtype))
-            weights = weights.to(padded.device)
+        rendered = pixel_values.new_zeros(len(lights), *pixel_values.shape)
+        for rows, columns, weights in tiles(height, width, tile_size, tile_overlap):
+            tile = pixel_values[:, :, rows, columns]
+            # Only images that are smaller than a tile need this: their last row and column are repeated.
+            tile_height, tile_width = tile.shape[2:]
+            padded = F.pad(tile, (0, -tile_width % factor, 0, -tile_height % factor), mode="replicate")
+            intrinsics, _ = self.encode(padded)
+            weights = weights.to(pixel_values.device)
             for index, light in enumerate(lights):
-                decoded = self.autoencoder.decode(intrinsics, light.to(dtype), alpha).float()
-                total[index, :, :, rows, columns] += weights * decoded
-            weight_sum[rows, columns] += weights
-        return (total / weight_sum)[..., :height, :width]
+                decoded = self.autoencoder.decode(intrinsics, light.to(self.autoencoder.dtype), alpha).float()
+                check_finite(decoded, "decoded images", "float32")
+                decoded = decoded[:, :, :tile_height, :tile_width] / 2 + 0.5
+                rendered[index, :, :, rows, columns] += weights * decoded
+        return rendered.clamp_(0, 1)
 
     def finish(self, images: torch.Tensor, output_type: str, return_dict: bool) -> ImagePipelineOutput | tuple:
         if output_type not in ("pil", "np", "pt"):
             raise ValueError(f"`output_type` must be pil, np or pt, got {output_type!r}.")
-        check_finite(images, "decoded images", "float32")
         images = self.image_processor.postprocess(images, output_type=output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
@@ -261,12 +278,26 @@ def check_image(image: PIL.Image.Image | np.ndarray | torch.Tensor) -> None:
     if not isinstance(image, (np.ndarray, torch.Tensor)):
         raise ValueError(f"Images must be PIL images, arrays or tensors, got {type(image).__name__}.")
     values = torch.as_tensor(image)
-    if not torch.isfinite(values).all():
+    if not values.is_floating_point():
+        raise ValueError(f"Arrays and tensors must have values in [0, 1], got the integers of {values.dtype}.")
+    smallest, largest = values.min(), values.max()  # NaN if one value is
+    if not torch.isfinite(largest - smallest):
         raise ValueError("An image holds NaN or infinity.")
-    if not values.is_floating_point() or values.min() < 0 or values.max() > 1:
+    if smallest < 0 or largest > 1:
         raise ValueError(
-            f"Arrays and tensors must have values in [0, 1], got {values.dtype} from {values.min()} to {values.max()}."
+            f"Arrays and tensors must have values in [0, 1], got {values.dtype} from {smallest} to {largest}."
         )
+
+
+def is_equal(image: PipelineImageInput, other: PipelineImageInput) -> bool:
+    """Whether two images, or two lists of images, are of one kind and have the same pixels."""
+    if isinstance(image, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(image) == len(other) and all(map(is_equal, image, other))
+    if isinstance(image, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(image, other)
+    if isinstance(image, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(image, other)
+    return isinstance(image, PIL.Image.Image) and image == other
 
 
 def interpolate_codes(lights: torch.Tensor, num_frames: int) -> torch.Tensor:
@@ -285,13 +316,21 @@ def tile_starts(size: int, tile_size: int, overlap: float) -> list[int]:
     return [round(index * (size - tile_size) / (number - 1)) for index in range(number)]
 
 
+def strips(size: int, tile_size: int, overlap: float) -> list[tuple[slice, torch.Tensor]]:
+    """Tiles along one side, with their Gaussian weights; the weights of all tiles that cover a pixel add up to 1."""
+    tile_size = min(tile_size, size)
+    slices = [slice(start, start + tile_size) for start in tile_starts(size, tile_size, overlap)]
+    gaussian, total = gaussian_weights(tile_size), torch.zeros(size)
+    for part in slices:
+        total[part] += gaussian
+    return [(part, gaussian / total[part]) for part in slices]
+
+
 def tiles(height: int, width: int, tile_size: int, overlap: float) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Rows and columns of every tile, with Gaussian weights `(rows, columns)` that are largest in its middle."""
-    tile_height, tile_width = min(tile_size, height), min(tile_size, width)
-    weights = gaussian_weights(tile_height)[:, None] * gaussian_weights(tile_width)
-    starts = itertools.product(tile_starts(height, tile_height, overlap), tile_starts(width, tile_width, overlap))
-    for top, left in starts:
-        yield slice(top, top + tile_height), slice(left, left + tile_width), weights
+    """Rows and columns of every tile, with weights `(rows, columns)` that fall off from its middle and add up to 1."""
+    sides = (strips(size, tile_size, overlap) for size in (height, width))
+    for (rows, row_weights), (columns, column_weights) in itertools.product(*sides):
+        yield rows, columns, row_weights[:, None] * column_weights
 
 
 def gaussian_weights(size: int) -> torch.Tensor:
