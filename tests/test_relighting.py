@@ -128,6 +128,7 @@ rate = coding_rate(torch.nn.functional.normalize(network(share), dim=1))
 rate.backward()
 if rank == 0:
     torch.save({"rate": rate.detach(), "gradient": model.weight.grad}, sys.argv[1])
+torch.distributed.barrier()  # gloo may abort a process that ends while the other one still works
 torch.distributed.destroy_process_group()
 """
 
