@@ -189,12 +189,16 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     results = measure_level(run, evaluated, monitor, make_pipeline({level: evaluated, **above}), data, level)
     others = [number for number in range(1, data.num_levels + 1) if number != level]
     networks = {level: evaluated, **load_finished_levels(options.output_dir, others)} if is_last else {}
+    closing_words = None
     if missing := [str(number) for number in others if number not in networks and is_last]:
-        run.print(f"no pipeline yet: train level {', '.join(missing)}, with the same --output_dir")
+        closing_words = f"no pipeline yet: train level {', '.join(missing)}, with the same --output_dir"
     elif is_last:
         monitor = data.monitor(run, 1, networks, **flags.sampling_arguments(options))
-        save_chain(run, options.output_dir, make_pipeline(networks, data.latent_encoder), monitor, data, results)
+        pipeline = make_pipeline(networks, data.latent_encoder)
+        closing_words = save_chain(run, options.output_dir, pipeline, monitor, data, results)
     run.finish(results, "network", card=False)
+    if closing_words:
+        run.print(closing_words)
 
 
 def main():

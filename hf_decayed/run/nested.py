@@ -283,10 +283,11 @@ def measure_level(
     return results
 
 
-def save_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: NestedData, last_results: dict) -> None:
+def save_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: NestedData, last_results: dict) -> str:
     """Saves the whole chain, its picture, results and card in `folder`; all processes call it.
 
-    `last_results` are those of the run that completes the chain; the other levels' are read from their folders.
+    `last_results` are those of the run that completes the chain; the other levels' are read from their folders. Returns what
+    is said of it at the end.
     """
     if run.is_main_process:
         with run.writing("pipeline"):
@@ -315,5 +316,6 @@ def save_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: Ne
         if not run.unwritten:
             with run.writing("README.md"):
                 write_card(folder)
-            print(f"pipeline of {pipeline.num_levels} levels, samples.png, results.json: {folder}")
     run.accelerator.wait_for_everyone()
+    picture = f"the {PICTURE_ROWS} images in a row of samples.png share their top latent"
+    return f"pipeline of {pipeline.num_levels} levels, samples.png, results.json: {folder}\n{picture}"
