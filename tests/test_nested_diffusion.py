@@ -772,6 +772,29 @@ def test_latents_are_those_of_the_images_that_level_1_sees(tmp_path):
         NestedLatents(tables[0], 1, 3, 3, True, pixel_images(splits.take(20), 28, 1, seed=3))
 
 
+def test_views_of_procedural_images_are_fixed(tmp_path):
+    """Latents are computed once, so every epoch has the view that they were computed of."""
+    splits = load_image_splits(dataset_name="bundled:coloured").take(40).with_fixed_views()
+    assert splits.views is None and splits.fingerprint() != load_image_splits("bundled:coloured").fingerprint()
+    accelerator = Accelerator(cpu=True)
+    model = load_latent_encoder("random_projection", splits, 28, 3, [(1, 8)], 64, 40, tmp_path, accelerator)
+    shards = cache_nested_latents(model, splits, tmp_path, accelerator, mirrored=False)
+    pixels = pixel_images(splits, 28, 3, seed=3, horizontal_flip=False)
+    batch = NestedLatents(LatentTable(shards), 1, 2, 3, False, pixels).__getitems__([(0, 7), (5, 7), (0, 8)])
+    assert torch.equal(batch["sample"][0], batch["sample"][1])
+    torch.testing.assert_close(
+        batch["conditions"][0], model.encode((batch["sample"] + 1) / 2)[2], rtol=1e-3, atol=1e-3
+    )
+    with pytest.raises(DataError, match="draws new views in every epoch"):
+        cache_nested_latents(model, load_image_splits("bundled:coloured"), tmp_path, accelerator)
+
+
+def test_the_command_caches_fixed_views(tmp_path, capsys):
+    flags = ["--dataset_name", "bundled:coloured", "--num_channels", 3, "--hierarchy", "1x8"]
+    assert latents_command(tmp_path / "cache", *flags) == 0
+    assert "of 40 images (level 2: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [

@@ -229,7 +229,7 @@ def precompute_latents(
     """
     accelerator = Accelerator()
     with accelerator.main_process_first():
-        splits = load_image_splits(**source).take(max_train_samples)
+        splits = load_image_splits(**source).take(max_train_samples).with_fixed_views()
     if not conditional:
         splits = replace(splits, label_column=None)
     if vae is not None:

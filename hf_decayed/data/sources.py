@@ -62,6 +62,10 @@ class ImageSplits:
             other_views=self.other_views and take_subset(self.other_views, max_eval_samples),
         )
 
+    def with_fixed_views(self) -> "ImageSplits":
+        """The same view of an image in every epoch, for what is computed once, such as latents."""
+        return replace(self, views=None)
+
     def class_names(self) -> list[str]:
         """Names of the classes, or their numbers; labels outside of them are an error."""
         if self.label_column is None:

@@ -171,6 +171,7 @@ def load_nested_data(
         svd_images (`int`, *optional*): Training images that the SVD is fitted on; all of them by default.
         cache_dir (`str` or `Path`): Folder of fitted encoders and of latents.
     """
+    data = dataclasses.replace(data, splits=data.splits.with_fixed_views())
     levels = [(size, channels) for size, channels, _ in hierarchy]
     fitted = load_latent_encoder(
         encoder,
