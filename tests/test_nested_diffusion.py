@@ -641,6 +641,36 @@ def test_callbacks_see_every_level():
     assert output.images.abs().sum() == 0 and pipeline.current_level is None
 
 
+def test_offloading_brings_every_component_in_turn():
+    """Diffusers' own hooks, with the CPU in place of an accelerator; images are the same, again and again."""
+    encoder = latent_encoder()
+    pipeline, image = chain(encoder=encoder), scenes(1, seed=4)
+    settings = {"num_inference_steps": 2, "output_type": "pt"}
+    expected = pipeline.vary(image, from_level=3, generator=seeded(), **settings).images
+    pipeline.enable_model_cpu_offload(device="cpu")
+    modules = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    assert set(modules) == {"level_1", "level_2", "level_3", "latent_encoder"}
+    assert all(hasattr(module, "_hf_hook") for module in modules.values())
+    order = []
+    for name, module in modules.items():
+        module.register_forward_pre_hook(lambda *_, name=name: order.append(name))
+    for _ in range(2):
+        images = pipeline.vary(image, from_level=3, generator=seeded(), **settings).images
+        torch.testing.assert_close(images, expected)
+    assert list(dict.fromkeys(order)) == ["latent_encoder", "level_2", "level_1"]  # the order of the hooks
+    assert pipeline.model_cpu_offload_seq.split("->")[-3:] == ["level_2", "level_1", "vae"]
+
+
+def test_every_level_has_a_progress_bar(capsys):
+    pipeline = chain()
+    pipeline.set_progress_bar_config(disable=False)
+    pipeline(num_inference_steps=3, output_type="latent")
+    assert capsys.readouterr().err.count("3/3") == 3
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline(num_inference_steps=3, output_type="latent")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_chain_that_is_not_trained_to_the_end():
     networks = {"level_2": level_network(2), "level_3": level_network(3)}
     pipeline = NestedDiffusionPipeline(DDPMScheduler(), **networks)
