@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ import time
 import nested
 import nested_report
 import pytest
+import sweep
 import torch
+import uvit
 from accelerate import Accelerator
 from conftest import ROOT, random_weights, run_script
 from diffusers import DDPMScheduler, DiffusionPipeline, DPMSolverMultistepScheduler
@@ -1030,6 +1033,66 @@ def test_report_of_chains_and_single_networks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["nested_report.py", str(tmp_path / "single")])
     with pytest.raises(UserError, match="holds a DecayedUViTPipeline: chains come first"):
         nested_report.main()
+
+    # The same command again, with one model more: what is in the file is not judged again.
+    shutil.copytree(tmp_path / "chain_0", tmp_path / "chain_2")
+    judged, judge_chain = [], nested_report.judge_chain
+    monkeypatch.setattr(nested_report, "judge_chain", lambda *args: (judged.append(1), judge_chain(*args))[1])
+    monkeypatch.setattr(sys, "argv", [*command[:2], str(tmp_path / "chain_2"), *command[2:]])
+    nested_report.main()
+    again = json.loads((tmp_path / "report.json").read_text())
+    assert len(judged) == 1 and again["results"]["chain_1"] == report["results"]["chain_1"]
+    assert list(again["results"]) == ["chain_0", "chain_2", "chain_1", "single", "held_out_images"]
+    monkeypatch.setattr(sys, "argv", [*command, "--seed", "1"])  # other settings: everything is judged again
+    nested_report.main()
+    assert len(judged) == 3
+
+
+def test_the_report_trains_what_is_missing_of_a_grid(tmp_path, monkeypatch):
+    """Finished runs are judged, whether they were selected or not; others are trained if they were."""
+    monkeypatch.chdir(tmp_path)
+    options = nested_report.parse_arguments(["--grid", "nested_encoders", "--only", "^decayed", "--cpu_threads", "1"])
+    assert options.dataset_name == "bundled:coloured" and options.output.as_posix() == "outputs/nested_encoders.json"
+    started = []
+
+    def train(run, folder, flags, accelerate_config):
+        started.append((run["name"], run["seed"], *flags))
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text("{}")
+
+    monkeypatch.setattr(nested_report, "train", train)
+    nested_report.train_grid(options)
+    assert started == [("decayed", 0, "--cpu_threads", "1"), ("decayed", 1, "--cpu_threads", "1")]
+    assert len(options.chains) == 2 and options.single == []
+    options = nested_report.parse_arguments(["--grid", "nested_encoders", "--only", "^plain"])
+    nested_report.train_grid(options)
+    assert [name for name, *_ in started] == ["decayed"] * 2 + ["plain"] * 2 and len(options.chains) == 4
+    options = nested_report.parse_arguments(["--grid", "nested", "--only", "^one"])
+    nested_report.train_grid(options)
+    assert options.chains == [] and len(options.single) == 2
+
+
+@pytest.mark.parametrize("words", [[], ["outputs/nested", "--grid", "nested"], ["--grid", "nowhere"]])
+def test_the_report_needs_folders_or_a_grid(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        nested_report.parse_arguments(words)
+    message = "there is no grid 'nowhere'" if words[-1:] == ["nowhere"] else "name folders, or a --grid"
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_one_network_of_the_grid_costs_as_much_as_the_chain():
+    runs = {run["name"]: run for run in sweep.expand(sweep.parse_arguments(["nested"])[1], {})}
+    options, _ = nested.parse_arguments(sweep.as_flags(runs["sigma 0.5"]))
+    single, _ = uvit.parse_arguments(sweep.as_flags(runs["one network"]))
+    for name in ("batch_size", "max_train_steps", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
+                 "ema_decay", "warmup_steps", "prediction_type", "max_train_samples", "conditional",
+                 "horizontal_flip", "image_size"):  # fmt: skip
+        assert getattr(options, name) == getattr(single, name), name
+    fields = {name: value for name, value in options.fields.items() if name not in ("patch_size", "in_channels")}
+    levels = [(options.image_size, options.fields["in_channels"], options.fields["patch_size"]), *options.hierarchy]
+    networks = [NestedUViT2DModel.for_level(levels, level, options.size, **fields) for level in (1, 2)]
+    one = NestedUViT2DModel.from_size(single.size, **{**single.fields, "sample_size": single.image_size})
+    assert one.count_macs() == pytest.approx(sum(network.count_macs() for network in networks), rel=0.005)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import mae
+import nested
 import numpy as np
 import pytest
 import resnet
@@ -31,6 +32,7 @@ from hf_decayed import (
     DecayedUViTPipeline,
     DecayedViTMAEConfig,
     DecayedViTMAEForPreTraining,
+    NestedUViT2DModel,
 )
 from hf_decayed.cli import main
 
@@ -145,7 +147,13 @@ def test_every_grid_describes_models(grid):
                 continue
             if run["script"] == "uvit":
                 options, _ = uvit.parse_arguments(sweep.as_flags(run))
-                DecayedUViT2DModel.from_size(options.size, **options.fields)
+                DecayedUViT2DModel.from_size(options.size, **{**options.fields, "sample_size": options.image_size})
+                continue
+            if run["script"] == "nested":
+                options, _ = nested.parse_arguments(sweep.as_flags(run))
+                assert options.encoder == "random_projection" or (ROOT / options.encoder / "config.json").exists()
+                fields = {**options.fields, "sample_size": options.image_size}
+                NestedUViT2DModel.from_size(options.size, **fields, condition_levels=options.hierarchy)
                 continue
             options, _ = mae.parse_arguments(sweep.as_flags(run))
             make = DecayedViTMAEConfig.plain if options.preset == "plain" else DecayedViTMAEConfig.from_size

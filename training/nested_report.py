@@ -2,19 +2,25 @@
 
     python training/nested_report.py outputs/nested
     python training/nested_report.py outputs/sigma_0 outputs/sigma_0.5 outputs/sigma_1 --single outputs/uvit --output report.json
+    python training/nested_report.py --grid nested
 
 For every model: Frechet and kernel distance of samples to training images, with their spread. For every chain: how well an
 image is reconstructed from its own upper latents (held-out images), which says how much they give away; whether samples with
 one top latent are neighbours; kNN accuracy of the top latent; the cost of a step, and the depth of the single network of the
 same cost. Prints tables, with one entry for each seed of a setting, and writes JSON.
+
+A grid of `training/recipes/sweeps` is trained first, as sweep.py does it. The same command continues where it was stopped:
+runs from their checkpoints, and models that are in the JSON already are not judged again.
 """
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
 import torch
+from sweep import default_output_dir, expand, format_flags, read_grid, train
 from sweep_tables import markdown_table
 
 from hf_decayed.command_line import OneLineParser, non_negative_float, non_negative_int, positive_int
@@ -39,15 +45,23 @@ from hf_decayed.kinds import read_json
 from hf_decayed.plots import save_grid
 from hf_decayed.provenance import pipeline_fingerprint, sanitized_command, versions
 from hf_decayed.run import script_main
+from hf_decayed.run.records import replace_text
 
 
 def parse_arguments(arguments=None):
     parser = OneLineParser(
         prog="nested_report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("chains", nargs="+", metavar="FOLDER", help="pipelines of training/nested.py")
+    parser.add_argument("chains", nargs="*", default=[], metavar="FOLDER", help="pipelines of training/nested.py")
     parser.add_argument("--single", nargs="*", default=[], metavar="FOLDER", help="pipelines of training/uvit.py")
-    parser.add_argument("--output", type=Path, default=Path("outputs/nested_report.json"))
+    parser.add_argument(
+        "--grid", help="of runs to train, in outputs/sweep/GRID: nested, nested_encoders, or a YAML file"
+    )
+    parser.add_argument(
+        "--only", default="", help="regular expression: train only runs of the grid whose name matches"
+    )
+    parser.add_argument("--cpu_threads", type=positive_int, help="of the training processes")
+    parser.add_argument("--output", type=Path, help="by default outputs/nested_report.json, or GRID.json")
     parser.add_argument(
         "--picture", type=Path, help="PNG of the first chain: held-out images, and samples with their top latent"
     )
@@ -64,7 +78,30 @@ def parse_arguments(arguments=None):
     )
     parser.add_argument("--seed", type=non_negative_int, default=0)
     add_data_arguments(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if bool(options.grid) == bool(options.chains or options.single):
+        parser.error("name folders, or a --grid whose runs are judged")
+    options.output = options.output or Path("outputs") / f"{Path(options.grid or 'nested_report').stem}.json"
+    options.runs = []
+    if options.grid:
+        grid = read_grid(options.grid, parser)
+        options.runs = expand(grid, {})
+        options.dataset_name = options.dataset_name or grid.get("flags", {}).get("dataset_name")
+    return options
+
+
+def train_grid(options: argparse.Namespace) -> None:
+    """Trains the runs of the grid that are not finished, and adds the folders of all finished ones to those to judge."""
+    folders = default_output_dir(options.grid)
+    flags = format_flags({"cpu_threads": options.cpu_threads} if options.cpu_threads else {})
+    for number, run in enumerate(options.runs, 1):
+        folder = folders / run["folder"]
+        if not (folder / "results.json").exists():
+            if not re.search(options.only, run["name"]):
+                continue
+            print(f"run {number} of {len(options.runs)}: {run['name']}, seed {run['seed']}", flush=True)
+            train(run, folder, flags, None)
+        (options.chains if run["script"] == "nested" else options.single).append(str(folder))
 
 
 def draw_samples(pipeline, number: int, seed: int, guidance: dict, steps: int) -> torch.Tensor:
@@ -180,11 +217,38 @@ def setting_name(record: dict) -> str:
     return "one network" if "steps" in record else "held-out images"
 
 
+def read_finished(path: Path, header: dict) -> dict:
+    """Results of an earlier call with the same settings, by name; none if there is no such file."""
+    report = read_json(path) if path.exists() else {}
+    same = all(report.get(name) == value for name, value in header.items() if name != "command")
+    return report["results"] if report and same else {}
+
+
+def write_report(path: Path, results: dict, header: dict) -> dict:
+    report = {"results": results, **header}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps(report, indent=2) + "\n")
+    return report
+
+
 def main():
     options = parse_arguments()
-    splits = load_image_splits(**data_arguments(options))
+    splits = load_image_splits(**data_arguments(options)).with_fixed_views()
     feature_nets = {Path(name).name: image_features(name) for name in options.feature_nets}
-    results, accuracies = {}, {}
+    header = {
+        "features": {name: identity for name, (_, identity) in feature_nets.items()},
+        "dataset": {"name": splits.name, "fingerprint": splits.fingerprint(), "held_out": splits.held_out_rule},
+        "number": options.num,
+        "num_latents": options.num_latents,
+        "sample_steps": options.sample_steps,
+        "guidance_scale": options.guidance_scale,
+        "seed": options.seed,
+        "command": " ".join(["python training/nested_report.py", *sanitized_command()]),
+        "versions": versions(),
+    }
+    if options.grid:
+        train_grid(options)
+    finished, results, accuracies = read_finished(options.output, header), {}, {}
 
     def score(images: torch.Tensor, real: torch.Tensor) -> dict:
         scores = {}
@@ -194,7 +258,7 @@ def main():
         return scores
 
     for folder in (*options.chains, *options.single):
-        pipeline = load_pipeline(folder)
+        name, pipeline = Path(folder).name, load_pipeline(folder)
         pipeline.set_progress_bar_config(disable=True)
         is_chain = folder in options.chains
         if is_chain != hasattr(pipeline, "networks"):
@@ -210,15 +274,19 @@ def main():
             torch.cat(list(image_batches(splits, size, channels, options.num, split)))
             for split in ("train", "held_out")
         )
+        if options.picture and is_chain and not results:
+            draw_variations(pipeline, held_out, options.picture, options.seed, options.sample_steps)
+        fingerprint = pipeline_fingerprint(pipeline)
+        if finished.get(name, {}).get("fingerprint") == fingerprint:
+            results[name] = finished[name]
+            continue
         key = "guidance_weights" if is_chain else "guidance_scale"
         guided = is_chain or config.num_classes > 0
         guidance = {key: options.guidance_scale} if guided else {}
         samples = draw_samples(pipeline, options.num, options.seed, guidance, options.sample_steps)
-        record = {"fingerprint": pipeline_fingerprint(pipeline), **training_record(folder, is_chain)}
+        record = {"fingerprint": fingerprint, **training_record(folder, is_chain)}
         record |= score(samples, real)
         if is_chain:
-            if options.picture and not results:
-                draw_variations(pipeline, held_out, options.picture, options.seed, options.sample_steps)
             record["sigmas"] = list(pipeline.level_1.config.condition_sigmas)
             record |= judge_chain(pipeline, options, held_out, next(iter(feature_nets.values()))[0])
             latents = pipeline.latent_encoder.config.fingerprint
@@ -227,22 +295,11 @@ def main():
             record["latent_knn_accuracy"] = accuracies[latents]
         else:
             record["macs"] = single_macs(pipeline.unet)
-        results[Path(folder).name] = record
-        print(f"{Path(folder).name}: " + ", ".join(f"{k} {v:.4g}" for k, v in record.items() if isinstance(v, float)))
+        results[name] = record
+        write_report(options.output, results, header)
+        print(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in record.items() if isinstance(v, float)), flush=True)
     results["held_out_images"] = score(held_out, real)
-    report = {
-        "results": results,
-        "features": {name: identity for name, (_, identity) in feature_nets.items()},
-        "dataset": {"name": splits.name, "fingerprint": splits.fingerprint(), "held_out": splits.held_out_rule},
-        "number": options.num,
-        "sample_steps": options.sample_steps,
-        "guidance_scale": options.guidance_scale,
-        "seed": options.seed,
-        "command": " ".join(["python training/nested_report.py", *sanitized_command()]),
-        "versions": versions(),
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    report = write_report(options.output, results, header)
     print("\n\n".join(["", *format_report(report).values(), f"written: {options.output}"]))
 
 

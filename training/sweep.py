@@ -6,9 +6,9 @@
     python training/sweep.py cifar100_uvit --dataset_path path/to/cifar100 --label_column_name fine_label
     python training/sweep.py bundled_decay --report
 
-GRID is a file in `training/recipes/sweeps`, or a path to one. It names a training script (`script`, by default `mae`), its
-flags and config fields for all runs (`flags`), for single runs (`runs`) and in all combinations (`axes`), `seeds`, and flags
-of `hf-decayed evaluate` (`evaluation`; for pipelines, one set for `samples` and one for `blocks`).
+GRID is a file in `training/recipes/sweeps`, or a path to one. It names a training script (`script`, by default `mae`; a run may
+name another), its flags and config fields for all runs (`flags`), for single runs (`runs`) and in all combinations (`axes`),
+`seeds`, and flags of `hf-decayed evaluate` (`evaluation`; for pipelines, one set for `samples` and one for `blocks`).
 
 A run is one process of the training script, followed by the evaluation of the model that it saved: the features of an
 encoder at all layers, or the samples and blocks of a pipeline. Classifiers are evaluated by their training script. The
@@ -63,22 +63,33 @@ def parse_arguments(arguments=None) -> tuple[argparse.Namespace, dict]:
     parser.add_argument("--report", action="store_true", help="write tables and plots; train nothing")
     parser.add_argument("--tsne", nargs=2, metavar="RUN", help="runs of the t-SNE plot; by default the first and last")
     options = parser.parse_args(arguments)
-    path = Path(options.grid) if options.grid.endswith((".yaml", ".yml")) else GRIDS / f"{options.grid}.yaml"
-    if not path.is_file():
-        parser.error(f"there is no grid '{options.grid}'; there are {list_recipes(GRIDS)}")
-    options.output_dir = options.output_dir or Path("outputs/sweep") / path.stem
+    grid = read_grid(options.grid, parser)
+    options.output_dir = options.output_dir or default_output_dir(options.grid)
     try:
-        grid = yaml.safe_load(path.read_text())
         options.only = re.compile(options.only)
-    except yaml.YAMLError as error:
-        parser.error(f"the grid '{options.grid}' is not YAML: {format_error(error)}")
     except re.error as error:
         parser.error(f"--only is not a regular expression: {error}")
-    if not isinstance(grid, dict) or not (grid.get("runs") or grid.get("axes")):
-        parser.error(f"the grid '{options.grid}' needs `runs`, `axes`, or both")
-    if unknown := grid.keys() - GRID_KEYS:
-        parser.error(f"the grid '{options.grid}' has unknown keys: {', '.join(sorted(unknown))}")
     return options, grid
+
+
+def default_output_dir(name: str) -> Path:
+    return Path("outputs/sweep") / Path(name).name.removesuffix(".yaml").removesuffix(".yml")
+
+
+def read_grid(name: str, parser: argparse.ArgumentParser) -> dict:
+    """A grid of this repository by its name, or one by the path of its file; `parser` tells what is wrong with it."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else GRIDS / f"{name}.yaml"
+    if not path.is_file():
+        parser.error(f"there is no grid '{name}'; there are {list_recipes(GRIDS)}")
+    try:
+        grid = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        parser.error(f"the grid '{name}' is not YAML: {format_error(error)}")
+    if not isinstance(grid, dict) or not (grid.get("runs") or grid.get("axes")):
+        parser.error(f"the grid '{name}' needs `runs`, `axes`, or both")
+    if unknown := grid.keys() - GRID_KEYS:
+        parser.error(f"the grid '{name}' has unknown keys: {', '.join(sorted(unknown))}")
+    return grid
 
 
 def main(arguments=None) -> None:
@@ -119,11 +130,11 @@ def expand(grid: dict, data: dict) -> list[dict]:
     if axes:
         for values in itertools.product(*axes.values()):
             named[", ".join(f"{axis}={value}" for axis, value in zip(axes, values))] = dict(zip(axes, values))
-    script = grid.get("script", "mae")
     runs = []
     for seed in grid.get("seeds", [0]):  # the outer loop: an unfinished sweep has every run once
         for name, run_settings in named.items():
             settings = {"recipe": grid.get("recipe", "tiny"), **grid.get("flags", {}), **(run_settings or {})}
+            script = settings.pop("script", grid.get("script", "mae"))
             identity = [settings, seed, grid.get("evaluation"), data] + ([script] if script != "mae" else [])
             key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
             folder = f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}-seed{seed}-{key[:4]}"
