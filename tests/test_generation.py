@@ -102,6 +102,7 @@ def test_real_images_are_prepared_as_samples_are(tmp_path):
     random_weights(DecayedViTMAEModel(DecayedViTMAEConfig(**TINY_SIZES))).save_pretrained(tmp_path / "model")
     for network in ("pixels", str(tmp_path / "model")):  # grey images, for a network of colour ones too
         encode, identity = image_features(network)
+        assert not encode(torch.rand(2, 1, 28, 28), [0, 1])["features"].requires_grad  # no graph is kept in memory
         as_samples = extract_features(
             encode, SampledImages(tmp_path / "samples.npz"), tmp_path / "a", {"by": identity}
         )

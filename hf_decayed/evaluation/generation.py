@@ -171,6 +171,7 @@ def image_features(network: str = "pixels", device="cpu", revision: str | None =
     encode = transformer_encoder(model, [f"last.{pooling}"])
     num_channels = getattr(model.config, "num_channels", 3)
 
+    @torch.no_grad()
     def encode_images(images, indices):
         arrays = list(to_bytes(images, num_channels).permute(0, 2, 3, 1).cpu().numpy())
         pixel_values = processor(arrays, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
