@@ -248,6 +248,7 @@ def test_the_page_on_the_method_has_the_numbers_of_the_sweep():
         "decay",
         "structural_gan",
         "relighting",
+        "nested",
         "photos",
     ],
 )
