@@ -750,7 +750,11 @@ def test_one_and_two_processes_train_alike(objective, tmp_path):
     for processes in (1, 2):
         run_script("structural_gan.py", *flags, "--output_dir", tmp_path / str(processes), processes=processes)
     one, two = all_weights(tmp_path / "1"), all_weights(tmp_path / "2")
-    different = [name for name in one if not torch.allclose(one[name], two[name], rtol=1e-2, atol=1e-4)]
+    # A bias before a batch norm changes nothing, so that its gradient is rounding, and Adam makes whole steps of that: such
+    # biases, and the means of the norms, differ by at most two steps of the learning rate, 1e-3, in each of three steps.
+    silent = re.compile(r"generator\..*(conv[123]\.bias|running_mean)")
+    tolerance = {name: 6e-3 if silent.fullmatch(name) else 1e-4 for name in one}
+    different = [name for name in one if not torch.allclose(one[name], two[name], rtol=1e-2, atol=tolerance[name])]
     assert different == []
     flags += ["--smoothness_images", 1, "--output_dir", tmp_path / "odd"]
     error = run_script("structural_gan.py", *flags, processes=2, code=2).stderr
@@ -850,11 +854,10 @@ def test_random_numbers_belong_to_the_image():
 @pytest.mark.timeout(300)
 def test_the_bank_of_a_run_has_real_images_alone(tmp_path):
     """Its keys are features of the images of the last batches, by networks that do not learn."""
-    from safetensors.torch import load_file
-
     from hf_decayed.data.datasets import EpochBatchSampler, TrainingImages
     from hf_decayed.data.sources import load_image_splits
     from hf_decayed.data.transforms import Augmentation
+    from hf_decayed.run.state_files import load_state
 
     flags = [*SCRIPT, "--max_train_steps", 3, "--learning_rate", 0, "--crop_scale", 1, 1, "--horizontal_flip", "false"]
     run_script("structural_gan.py", *flags, "--output_dir", tmp_path)
@@ -864,7 +867,7 @@ def test_the_bank_of_a_run_has_real_images_alone(tmp_path):
     model = AutoModel.from_pretrained(tmp_path / "discriminator")
     with torch.no_grad():
         features = F.normalize(model(images.__getitems__(keys)["pixel_values"]).pooler_output, dim=1)
-    bank = load_file(tmp_path / "checkpoints" / "step-00000003" / "bank.safetensors")
+    bank = load_state(tmp_path / "checkpoints" / "step-00000003" / "bank.safetensors")
     assert int(bank["count"]) == 48
     torch.testing.assert_close(bank["keys"][:48], features, rtol=1e-3, atol=1e-4)
     assert bank["keys"][48:].eq(0).all()
