@@ -189,7 +189,6 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     results = measure_level(run, evaluated, monitor, make_pipeline({level: evaluated, **above}), data, level)
     others = [number for number in range(1, data.num_levels + 1) if number != level]
     networks = {level: evaluated, **load_finished_levels(options.output_dir, others)} if is_last else {}
-    closing_words = None
     if missing := [str(number) for number in others if number not in networks and is_last]:
         closing_words = f"no pipeline yet: train level {', '.join(missing)}, with the same --output_dir"
     elif is_last:
@@ -197,7 +196,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
         pipeline = make_pipeline(networks, data.latent_encoder)
         closing_words = save_chain(run, options.output_dir, pipeline, monitor, data, results)
     run.finish(results, "network", card=False)
-    if closing_words:
+    if is_last:
         run.print(closing_words)
 
 

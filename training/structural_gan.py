@@ -123,6 +123,12 @@ def parse_arguments(arguments=None):
         parser.error(f"{name} follows from --image_size and --num_channels")
     if options.objective == "hinge":
         options.fields["projection_size"] = 1  # the embedding is a score
+    options.smoothness_images = options.smoothness_images or options.batch_size
+    check_sizes(parser, options)
+    return options, parser.run_options(options)
+
+
+def check_sizes(parser: flags.ScriptParser, options) -> None:
     if options.short_side is not None and options.short_side < options.image_size:
         parser.error(f"--short_side {options.short_side} is smaller than --image_size {options.image_size}")
     if options.gradient_accumulation_steps > 1:
@@ -135,13 +141,11 @@ def parse_arguments(arguments=None):
             f"--bank_size {options.bank_size} is not divisible by --batch_size {options.batch_size}: use "
             f"{max(1, options.bank_size // options.batch_size) * options.batch_size}"
         )
-    options.smoothness_images = options.smoothness_images or options.batch_size
     if options.batch_size % options.smoothness_images != 0:
         parser.error(
             f"--batch_size {options.batch_size} is not divisible by --smoothness_images {options.smoothness_images}: use "
             f"{math.gcd(options.batch_size, options.smoothness_images)}"
         )
-    return options, parser.run_options(options)
 
 
 def build_networks(options) -> tuple[StructuralDiscriminatorModel, StructuralGenerator]:
