@@ -183,7 +183,30 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
                 "U-ViT-S: training step, batch 1",
                 "SiT-S/2: forward, batch 1",
                 "U-ViT-S: training on latents of 256 pixels, batch 2",
-                "Sampling: 50 steps, batch 1, small network",
+            ],
+        ),
+        (
+            "sampling",
+            ["--models", "uvit", "--batch_size", 1, "--num", 10, "--reference", 150],
+            [
+                "U-ViT: sampling, batch 1, guidance 2; Frechet distance of 10 samples",
+                "U-ViT: 25 steps, batch 1, from noise to PIL images",
+            ],
+        ),
+        ("startup", [], ["Imports (images/s: in 100 s)", "Commands (images/s: in 100 s)"]),
+        (
+            "processes",
+            ["--batch_size", 8, "--steps", 2],
+            ["tiny, batch 8 in all, one thread per process: 2 steps of mae.py"],
+        ),
+        (
+            "scaling",
+            [],
+            [
+                "training step, batch 4 by image size (pixels) (images/s: calls in 1000 s)",
+                "training step, 32 pixels by batch size (images/s: calls in 1000 s)",
+                "kNN of 500 queries by bank size (images/s: calls in 1000 s)",
+                "effective rank by number of features (images/s: calls in 1000 s)",
             ],
         ),
         ("photos", ["--batch_size", 1], ["Recipes for photos: pretraining step, batch 1"]),

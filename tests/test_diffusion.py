@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conftest import random_weights
+from conftest import ROOT, random_weights
 from diffusers import (
     AutoencoderKL,
     DDIMPipeline,
@@ -863,6 +863,49 @@ def test_caches_of_diffusers(kind):
         assert np.array_equal(images(), exact) and list(network.state_dict()) == names
     with pytest.raises(ValueError, match="FasterCacheConfig does not fit this network: use one of Pyramid"):
         network.enable_cache(FasterCacheConfig())
+
+
+@pytest.mark.parametrize("kind", ["uvit", "sit"])
+def test_caches_that_reuse_nothing_change_nothing(kind):
+    sizes = {"sample_size": 8, "hidden_size": 32, "num_layers": 4, "num_attention_heads": 2, "num_classes": 3}
+    sizes |= {"patch_size": 2, "in_channels": 3, "shortcut_decay": 0.6}
+    if kind == "uvit":
+        network = random_weights(DecayedUViT2DModel(**sizes))
+        pipeline = DecayedUViTPipeline(network, DPMSolverMultistepScheduler())
+    else:
+        network = random_weights(DecayedSiTTransformer2DModel(**sizes))
+        pipeline = DecayedSiTPipeline(network, FlowMatchEulerDiscreteScheduler())
+    pipeline.set_progress_bar_config(disable=True)
+
+    def images():
+        generator = torch.Generator().manual_seed(0)
+        settings = {"guidance_scale": 2.0, "num_inference_steps": 6, "output_type": "np"}
+        return pipeline([0, 1], generator=generator, **settings).images
+
+    exact = images()
+    for config in (
+        FirstBlockCacheConfig(threshold=0.0),
+        TaylorSeerCacheConfig(cache_interval=1),
+        TaylorSeerCacheConfig(cache_interval=1, use_lite_mode=True),
+        TaylorSeerCacheConfig(cache_interval=5, disable_cache_before_step=6, use_lite_mode=True),
+        MagCacheConfig(mag_ratios=[1.0] * 6, num_inference_steps=6, retention_ratio=1.0),
+        PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=1, current_timestep_callback=lambda: pipeline.current_timestep
+        ),
+    ):
+        network.enable_cache(config)
+        assert np.array_equal(images(), exact), config
+        network.disable_cache()
+
+
+@pytest.mark.parametrize("kind", ["uvit", pytest.param("sit", marks=pytest.mark.slow)])
+def test_the_pipeline_of_the_package_loads_a_folder_by_itself(kind):
+    """In a process that has imported nothing else: diffusers loads components only from imported modules."""
+    name = {"uvit": "DecayedUViTPipeline", "sit": "DecayedSiTPipeline"}[kind]
+    folder = ROOT / "model_cards" / f"decayed-{kind}-fashion-mnist"
+    code = f"from hf_decayed import {name}; {name}.from_pretrained({str(folder)!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("model_class", MODELS)

@@ -22,6 +22,7 @@ from conftest import ROOT
 from loopback_hub import serve
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
+from torch.nn import functional as F
 
 import hf_decayed
 from hf_decayed.evaluation import (
@@ -36,7 +37,7 @@ from hf_decayed.evaluation import (
     skip_ablation,
 )
 from hf_decayed.evaluation.generation import inception_score, sample_scores
-from hf_decayed.evaluation.knn import find_neighbours, find_neighbours_twice, top_of_row
+from hf_decayed.evaluation.knn import candidates_of_rows, find_neighbours, find_neighbours_twice
 
 
 def knn_by_hand(train, train_labels, test, test_labels, k, temperature):
@@ -88,11 +89,31 @@ def test_first_pass_in_low_precision_finds_the_same_neighbours(dtype, offset, se
 
 
 @pytest.mark.parametrize("shape,k", [((7, 5000), 20), ((3, 4097), 5), ((4, 100), 20)])
-def test_the_top_of_long_rows(shape, k):
+@pytest.mark.parametrize("at_least", [-torch.inf, 1.5, 3.0, 10.0])
+def test_candidates_hold_the_top_of_long_rows(shape, k, at_least):
+    """The k largest values of a row, as far as they are above what was found before."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    best, indices = top_of_row(values, k)
-    assert torch.equal(best.sort(descending=True).values, values.topk(k, dim=1).values)
-    assert torch.equal(values.gather(1, indices), best)
+    candidates, indices = candidates_of_rows(values, k, torch.full((len(values), 1), at_least))
+    assert torch.equal(values.gather(1, indices), candidates)
+    for row, found in zip(values, candidates):
+        top = row.topk(k).values
+        assert torch.isin(top[top > at_least], found).all()
+
+
+@pytest.mark.parametrize("k", [5, 50])
+def test_blocks_of_a_bank_do_not_change_the_neighbours(k):
+    """Later blocks are searched only where they can hold a nearer neighbour; the best ones come first, last or anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = torch.randn(6000, 8, generator=generator), torch.randn(50, 8, generator=generator)
+    order = torch.argsort(bank @ queries[0])
+    for rows in (bank, bank[order], bank[order.flip(0)]):
+        similarities = F.normalize(queries.double(), dim=1) @ F.normalize(rows.double(), dim=1).T
+        expected = similarities.topk(k, dim=1)
+        for size in (700, 2048, 6000):
+            with mock.patch("hf_decayed.evaluation.knn.BANK_BLOCK", size):
+                best, neighbours = find_neighbours(rows, queries, k, 16)
+            assert torch.equal(neighbours, expected.indices)
+            torch.testing.assert_close(best.double(), expected.values, rtol=0, atol=1e-6)
 
 
 def test_knn_with_a_temperature_near_zero_asks_the_nearest():
@@ -160,6 +181,19 @@ def test_effective_rank_is_the_formula(shape):
     assert effective_rank(torch.from_numpy(features), "rankme") == pytest.approx(
         np.exp(-(shares * np.log(shares)).sum())
     )
+
+
+def test_effective_rank_of_sorted_features():
+    """The mean is taken from a sample of the rows; rows sorted by class must not change the result."""
+    random = np.random.default_rng(0)
+    features = random.normal(size=(9000, 6)) * [3, 2, 1, 1, 0.5, 0.1] + 50
+    features[:5000] += [0, 40, 0, 0, -7, 0]
+    shares = np.linalg.eigvalsh(np.cov(features.T))
+    shares /= shares.sum()
+    expected = -(shares * np.log(shares)).sum()
+    for rows in (features, features[::-1].copy()):
+        assert effective_rank(torch.from_numpy(rows)) == pytest.approx(expected, rel=1e-9)
+        assert effective_rank(torch.from_numpy(rows).float()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_effective_rank_at_the_extremes():

@@ -343,3 +343,36 @@ def test_truncated_weights_are_refused(tmp_path):
 def test_importing_the_package_is_light():
     code = "import hf_decayed, sys; sys.exit('diffusers' in sys.modules or 'torchvision' in sys.modules or 'timm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd="/").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "first_import",
+    [
+        "pass",
+        "from transformers import AutoModel",
+        pytest.param("from transformers import AutoImageProcessor, Trainer", marks=pytest.mark.slow),
+        pytest.param("from hf_decayed import HierarchicalLatentEncoder", marks=pytest.mark.slow),
+        pytest.param("from hf_decayed import DecayedUViTPipeline", marks=pytest.mark.slow),
+        pytest.param("from hf_decayed import UnsupervisedSegmentationPipeline", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("package_first", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_importing_the_package_registers_its_classes(first_import, package_first):
+    """In whatever order transformers, its Auto classes and our modules are imported."""
+    imports = ["import hf_decayed", first_import] if package_first else [first_import, "import hf_decayed"]
+    code = "\n".join(
+        [
+            *imports,
+            "from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, pipelines",
+            "from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name as processor",
+            "sizes = dict(hidden_size=32, num_attention_heads=2, intermediate_size=32)",
+            "config = AutoConfig.for_model('decayed_vit_mae', **sizes)",
+            "assert isinstance(AutoModel.from_config(config), hf_decayed.DecayedViTMAEModel)",
+            "model = AutoModelForImageClassification.from_config(AutoConfig.for_model('decayed_resnet'))",
+            "assert isinstance(model, hf_decayed.DecayedResNetForImageClassification)",
+            "assert 'unsupervised-segmentation' in pipelines.PIPELINE_REGISTRY.get_supported_tasks()",
+            "assert processor('GreyImageProcessor').__module__ == 'hf_decayed.models.image_processing_decayed'",
+        ]
+    )
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd="/", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]

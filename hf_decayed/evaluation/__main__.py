@@ -17,13 +17,11 @@ from ..data.sources import ImageSplits, load_image_splits
 from ..errors import UserError, explain_loading_errors, format_error, print_error
 from ..provenance import pipeline_fingerprint, sanitized_command, versions
 from .arguments import parse_arguments
-from .blocks import evaluate_block_patches, evaluate_blocks
 from .dense import DENSE_METRICS, DenseMetrics, evaluate_patches, split_features
 from .encoders import ENCODER_METRICS, POOLED_METRICS, FeatureMetrics, evaluate_encoder
 from .features import Extraction, hash_json, pipeline_network, transformer_encoder
 from .generation import SampledImages, SampleMetrics, evaluate_samples, require_inception
 from .lower_precision import cast_weights, describe_precision, resolve_dtype
-from .sampling import COMPARED_SAMPLES, load_pipeline, read_json, sample, scheduler_config
 from .tables import protocol_text, results_tables
 
 
@@ -154,6 +152,10 @@ def merge_results(pooled: dict, dense: dict) -> dict:
 
 
 def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
+    # Here: these import diffusers, which takes seconds, and encoders do not need it.
+    from .blocks import evaluate_block_patches, evaluate_blocks
+    from .sampling import COMPARED_SAMPLES, load_pipeline, read_json, sample, scheduler_config
+
     pipeline = load_pipeline(options.model, options.revision, options.trust_remote_code, options.vae)
     pipeline.to(accelerator.device)
     if set(options.metrics) <= {*POOLED_METRICS, *DENSE_METRICS}:

@@ -3,8 +3,6 @@
 import argparse
 from pathlib import Path
 
-from diffusers import DiffusionPipeline
-
 from ..command_line import (
     OneLineParser,
     boolean,
@@ -15,9 +13,9 @@ from ..command_line import (
 )
 from ..data.arguments import add_data_arguments
 from ..data.sources import bundled_variant
-from .blocks import NOISE_LEVELS
 from .dense import DENSE_METRICS
 from .encoders import ENCODER_METRICS, FEATURE_METRICS, POOLED_METRICS
+from .features import NOISE_LEVELS
 from .generation import SAMPLE_METRICS
 from .linear_probe import PROTOCOLS
 from .lower_precision import DTYPES
@@ -220,6 +218,8 @@ def model_kind(model: str, revision: str | None = None) -> str:
         kinds = {"model_index.json": "pipeline", "config.json": "encoder"}
         return next((kind for file, kind in kinds.items() if (path / file).exists()), "samples")
     try:
+        from diffusers import DiffusionPipeline  # here: encoders do not need diffusers, which takes seconds to import
+
         DiffusionPipeline.load_config(model, revision=revision)
         return "pipeline"
     except OSError:  # no pipeline, or nothing at all; then loading an encoder reports it

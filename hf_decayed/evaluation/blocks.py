@@ -13,10 +13,7 @@ from ..errors import UserError
 from ..provenance import pipeline_fingerprint, public_config
 from .dense import DenseMetrics, evaluate_dense
 from .encoders import FeatureMetrics, FeatureSource, evaluate_features
-from .features import Extraction, diffusion_encoder, pipeline_network
-
-
-NOISE_LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
+from .features import NOISE_LEVELS, Extraction, diffusion_encoder, pipeline_network
 
 
 def evaluate_blocks(

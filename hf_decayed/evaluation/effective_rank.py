@@ -20,25 +20,17 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
     """
     if kind not in ("entropy", "exponential", "rankme"):
         raise ValueError(f"`kind` must be 'entropy', 'exponential' or 'rankme', got {kind!r}.")
-    check_features("features", features)
     features = features.cpu() if features.device.type == "mps" else features  # MPS has no float64
     # Within a block in the features' own precision, which is twice as fast, and over blocks in float64. RankMe takes square
     # roots of the spectrum, which amplify rounding: all in float64.
     dtype = torch.float64 if kind == "rankme" else torch.promote_types(features.dtype, torch.float32)
-    blocks = features.split(BANK_BLOCK)
-    mean = sum(block.to(dtype).sum(dim=0).double() for block in blocks) / len(features)
-    centre = torch.zeros_like(mean, dtype=dtype) if kind == "rankme" else mean.to(dtype)
     # The smaller of the two matrices has the same non-zero spectrum: dim x dim, or number x number for few samples.
-    if features.shape[1] <= len(features):
-        gram, residual = 0.0, 0.0
-        for block in blocks:
-            centred = block.to(dtype) - centre
-            gram = gram + upper_gram(centred).double()
-            residual = residual + centred.sum(dim=0).double()
-        if kind != "rankme":  # the rounding error of the mean
-            gram = gram - torch.outer(residual, residual) / len(features)
+    if features.ndim == 2 and 0 < features.shape[1] <= len(features):
+        gram, mean = gram_and_mean(features, dtype, is_centred=kind != "rankme")
     else:
-        centred = features.double() - (0.0 if kind == "rankme" else features.double().mean(dim=0))
+        check_features("features", features)
+        mean = features.double().mean(dim=0)
+        centred = features.double() - (0.0 if kind == "rankme" else mean)
         gram = centred @ centred.T
     spectrum = torch.linalg.eigvalsh(gram, UPLO="U").clamp(min=0)
     # Centred constant features are not exactly zero, but rounding.
@@ -52,13 +44,34 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
     return float(entropy if kind == "entropy" else entropy.exp())
 
 
-def upper_gram(features: torch.Tensor, width: int = 192) -> torch.Tensor:
+def gram_and_mean(features: torch.Tensor, dtype: torch.dtype, is_centred: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Upper triangle of the products of all features, centred or not, and their mean; one pass, in blocks of `dtype`.
+
+    The mean of a sample is near enough to the mean for the precision of the products; the difference is taken out at the end.
+    """
+    centre = torch.zeros(features.shape[1], dtype=dtype, device=features.device)
+    if is_centred:
+        centre = features[:: max(1, len(features) // BANK_BLOCK)].to(dtype).mean(dim=0)
+    total = torch.zeros_like(centre, dtype=torch.float64)
+    gram = total.new_zeros(len(total), len(total))
+    for block in features.split(BANK_BLOCK):
+        centred = block.to(dtype) - centre
+        gram += upper_gram(centred)
+        total += centred.sum(dim=0)
+    if not total.isfinite().all():
+        check_features("features", features)  # says how many features hold NaN or infinity
+    if is_centred:
+        gram = gram - torch.outer(total, total) / len(features)
+    return gram, centre.double() + total / len(features)
+
+
+def upper_gram(features: torch.Tensor, width: int = 128) -> torch.Tensor:
     """`features.T @ features` in its upper triangle, which is all that `eigvalsh` reads: about half of the products."""
     dim = features.shape[1]
     gram = features.new_zeros(dim, dim)
     for start in range(0, dim, width):
-        strip = slice(start, start + width)
-        gram[strip, start:] = features[:, strip].T @ features[:, start:]
+        end = start + width
+        gram[:end, start:end] = features[:, :end].T @ features[:, start:end]
     return gram
 
 

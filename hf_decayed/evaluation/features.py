@@ -28,6 +28,7 @@ from ..errors import UserError
 from ..models.modeling_decayed_vit_mae import pool_tokens
 
 
+NOISE_LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)  # of the features of diffusion models, by default
 POOLINGS = ("cls", "mean", "patch_mean", "pooler", "patches")
 PIXELS_SIZE = 32  # height and width of raw pixels as features; larger images are averaged down
 

@@ -16,7 +16,7 @@ def knn_accuracy(
     k: int = 20,
     temperature: float | None = 0.07,
     num_classes: int | None = None,
-    chunk_size: int = 512,
+    chunk_size: int = 1024,
     first_pass: torch.dtype | None = None,
 ) -> float:
     """Fraction of test features whose `k` nearest training features vote for their label.
@@ -29,11 +29,11 @@ def knn_accuracy(
             A neighbour of cosine similarity s has the weight `exp(s / temperature)`. `None` gives every neighbour one vote;
             a tie goes to the smaller class.
         num_classes (`int`, *optional*): Labels must be smaller; by default the largest label + 1.
-        chunk_size (`int`, defaults to 512): Queries at a time: the matrix of all similarities is never in memory.
+        chunk_size (`int`, defaults to 1024): Queries at a time: the matrix of all similarities is never in memory.
         first_pass (`torch.dtype`, *optional*):
             `torch.bfloat16` looks for candidates in that precision, and compares them in float32. The neighbours are the
             same: a query whose candidates could lack one is searched in float32. It is for hardware with fast products in
-            that precision, such as GPUs; elsewhere it is slower.
+            that precision, such as GPUs and CPUs with AVX512-BF16 or AMX; elsewhere it is slower.
     """
     num_classes = check_splits(train_features, train_labels, test_features, test_labels, num_classes)
     if not 1 <= k <= len(train_features):
@@ -69,7 +69,7 @@ def find_neighbours(
         for start in range(0, len(queries), chunk_size):
             chunk = slice(start, start + chunk_size)
             similarities = queries[chunk].to(dtype) @ block.T  # unnormalised queries have the same order
-            similarities, rows = top_of_row(similarities, min(k, len(block)))
+            similarities, rows = candidates_of_rows(similarities, k, best[chunk, -1:])
             similarities = torch.cat([best[chunk], similarities.float()], dim=1)
             rows = torch.cat([neighbours[chunk], first_row + rows], dim=1)
             best[chunk], order = similarities.topk(k, dim=1)
@@ -79,7 +79,7 @@ def find_neighbours(
 
 
 def find_neighbours_twice(
-    bank: torch.Tensor, queries: torch.Tensor, k: int, chunk_size: int, dtype: torch.dtype, candidates: int = 4
+    bank: torch.Tensor, queries: torch.Tensor, k: int, chunk_size: int, dtype: torch.dtype, candidates: int = 2
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[`find_neighbours`] with `candidates * k` candidates from products in `dtype`, compared in float32.
 
@@ -90,18 +90,23 @@ def find_neighbours_twice(
     number = min(candidates * k, len(bank))
     rough, rows = find_neighbours(bank, queries, number, chunk_size, dtype)
     best, neighbours = torch.empty_like(rough[:, :k]), torch.empty_like(rows[:, :k])
-    for start in range(0, len(queries), chunk_size):
-        chunk = slice(start, start + chunk_size)
-        selected = F.normalize(bank[rows[chunk].to(bank.device)].float(), dim=2).to(queries.device)
-        best[chunk], order = (selected @ queries[chunk].unsqueeze(2)).squeeze(2).topk(k, dim=1)
+    few = max(1, BANK_BLOCK // number)  # queries at a time whose candidates are as many rows as a block
+    for start in range(0, len(queries), few):
+        chunk = slice(start, start + few)
+        selected = bank[rows[chunk].to(bank.device)].float().to(queries.device)
+        similarities = (selected @ queries[chunk].unsqueeze(2)).squeeze(2)
+        norms = torch.linalg.vector_norm(selected, dim=2).clamp(min=1e-12)
+        best[chunk], order = (similarities / norms).topk(k, dim=1)
         neighbours[chunk] = rows[chunk].gather(1, order)
     if number == len(bank):
         return best, neighbours
-    # The error of a product of unit vectors is at most the sum of their own rounding errors, and that of its result, eps / 2.
+    # The error of a product of unit vectors is at most the sum of their own rounding errors, that of adding the terms in
+    # float32, and that of the result, which is relative to it.
     bank_error = max(
         rounding_errors(F.normalize(block.float(), dim=1), dtype).max() for block in bank.split(BANK_BLOCK)
     )
-    error = rounding_errors(queries, dtype) + bank_error.to(queries.device) + torch.finfo(dtype).eps
+    error = rounding_errors(queries, dtype) + bank_error.to(queries.device) + bank.shape[1] * torch.finfo().eps
+    error += torch.finfo(dtype).eps * rough[:, -1].abs()
     unproved = (best[:, -1] < rough[:, -1] + error).nonzero().squeeze(1)
     if len(unproved):
         best[unproved], neighbours[unproved] = find_neighbours(bank, queries[unproved], k, chunk_size)
@@ -130,23 +135,26 @@ def whiten(
     return (train @ directions * scales).float(), (test @ directions * scales).float()
 
 
-def top_of_row(values: torch.Tensor, k: int, group: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values.topk(k, dim=1)`, unsorted, and several times faster for long rows.
+def candidates_of_rows(
+    values: torch.Tensor, k: int, at_least: torch.Tensor, group: int = 16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of every row, and their columns, among which are the row's `k` largest that are larger than `at_least`.
 
-    Rows are divided into groups. The k largest values are in the k groups with the largest maxima, so only these groups are
-    searched. Members of a group are strided, so that the maxima of all groups are one vectorised reduction.
+    Rows are divided into groups. The k largest values are in the k groups with the largest maxima, and a group whose maximum
+    is not above `at_least` has none, so only few groups are searched. Members of a group are strided, so that the maxima of
+    all groups are one vectorised reduction.
     """
     rows, length = values.shape
     groups = length // group
     if groups < 2 * k:
-        return values.topk(k, dim=1, sorted=False)
+        return values, torch.arange(length, device=values.device).expand(rows, -1)
     maxima = values[:, : groups * group].view(rows, group, groups).amax(dim=1)
-    best_groups = maxima.topk(k, dim=1, sorted=False).indices
+    searched = min(k, int((maxima > at_least).sum(dim=1).max()))
+    best_groups = maxima.topk(searched, dim=1, sorted=False).indices
     indices = (best_groups.unsqueeze(2) + groups * torch.arange(group, device=values.device)).flatten(1)
     rest = torch.arange(groups * group, length, device=values.device).expand(rows, -1)  # too few to fill a group
     indices = torch.cat([indices, rest], dim=1)
-    best, order = values.gather(1, indices).topk(k, dim=1, sorted=False)
-    return best, indices.gather(1, order)
+    return values.gather(1, indices), indices
 
 
 def check_features(name: str, features: torch.Tensor) -> None:

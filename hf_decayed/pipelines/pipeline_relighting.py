@@ -19,6 +19,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -226,7 +227,9 @@ class RelightingPipeline(DiffusionPipeline):
                 index[name] = class_name
             elif isinstance(module, str) and module.isidentifier():
                 paths = (f"{package}.{room}.{module}" for room in ("models", "pipelines"))
-                index[name] = [next(filter(find_spec, paths), module), class_name]
+                if path := next(filter(find_spec, paths), None):
+                    import_module(path)  # diffusers loads components only from modules that are imported
+                    index[name] = [path, class_name]
         return index
 
     # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline.extract_init_dict

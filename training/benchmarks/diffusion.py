@@ -1,4 +1,4 @@
-"""Speed of U-ViT and SiT against the official arithmetic and diffusers' DiT; of cached latents, and of sampling.
+"""Speed of U-ViT and SiT against the official arithmetic and diffusers' DiT, and of cached latents.
 
     python training/benchmarks/diffusion.py
     python training/benchmarks/diffusion.py --sizes tiny --rounds 5
@@ -17,13 +17,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from data import save_photographs
-from diffusers import AutoencoderKL, DiTTransformer2DModel, DPMSolverMultistepScheduler
+from diffusers import AutoencoderKL, DiTTransformer2DModel
 from timing import (
-    Stopwatch,
     add_model_arguments,
     benchmark_parser,
     compare,
-    compare_part,
     profile_shares,
     run_benchmark,
 )
@@ -33,7 +31,6 @@ from hf_decayed.data.latents import latent_images
 from hf_decayed.data.sources import ImageSplits
 from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
-from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 
 
 OFFICIAL, DIT = "the official arithmetic", "diffusers DiT"
@@ -48,7 +45,7 @@ def benchmark(options: argparse.Namespace) -> list[dict]:
         tables += benchmark_uvit(size, options)
         tables.append(benchmark_sit(size, options))
         gc.collect()  # the models of one size before those of the next
-    return [*tables, cached_latents(options), sampling_steps(options)]
+    return [*tables, cached_latents(options)]
 
 
 def benchmark_uvit(size: str, options: argparse.Namespace) -> list[dict]:
@@ -185,24 +182,6 @@ def cached_latents(options: argparse.Namespace) -> dict:
         variants = {"the autoencoder in the loop": lambda: step(encoded), "latents kept": lambda: step(cached)}
         title = f"U-ViT-S: training on latents of {image_size} pixels, batch {batch_size}"
         return compare(title, variants, batch_size, options)
-
-
-def sampling_steps(options: argparse.Namespace) -> dict:
-    """Fifty sampling steps with a small network, against its calls in them."""
-    num_steps, batch_size = 50, options.batch_size or 16
-    model = DecayedUViT2DModel(patch_size=4, hidden_size=128, num_layers=8, num_attention_heads=4).to(options.device)
-    pipeline = DecayedUViTPipeline(model.eval(), DPMSolverMultistepScheduler())
-    pipeline.set_progress_bar_config(disable=True)
-    noise = torch.randn(batch_size, 3, 32, 32, device=options.device)
-    stopwatch = Stopwatch(options.device)
-    model.forward = stopwatch.wrap(model.forward)
-
-    def run():
-        pipeline(latents=noise, batch_size=batch_size, num_inference_steps=num_steps)
-
-    title = f"Sampling: {num_steps} steps, batch {batch_size}, small network"
-    part, whole = f"its {num_steps} calls of the network", f"pipeline, {num_steps} steps"
-    return compare_part(title, part, whole, run, stopwatch, batch_size, options)
 
 
 def main() -> None:

@@ -5,6 +5,9 @@ python training/benchmarks/evaluation.py --sizes tiny --rounds 5 --large_bank
 """
 
 import argparse
+import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ import torch
 from data import save_photographs
 from datasets import Dataset
 from models import BATCH_SIZES, CONFIG_FIELDS, SIZES_HELP
-from timing import Stopwatch, benchmark_parser, compare, compare_part, extra_memory, run_benchmark
+from timing import Stopwatch, benchmark_parser, compare, compare_part, extra_memory, run_benchmark, summarize
 from torch.nn import functional as F
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
@@ -44,6 +47,8 @@ def benchmark(options: argparse.Namespace) -> list[dict]:
     if options.large_bank:  # 3.7 GB, which nothing may copy
         bank, queries = labelled_features(IMAGENET_IMAGES, 1000, generator), [tensor[:500] for tensor in queries]
         tables += large_bank(*bank, *queries, options)
+    if options.evaluate:
+        tables.append(evaluate_command(options.evaluate))
     with tempfile.TemporaryDirectory() as folder:
         if "tiny" in options.sizes:
             held_out = load_image_splits().take(max_eval_samples=512).held_out
@@ -64,7 +69,9 @@ def compare_knn(features, labels, query_features, query_labels, options: argpars
     search = faiss_search(features, query_features, options.threads)
     if search is not None:
         variants["faiss, flat index (search alone)"] = search
-    variants["knn_accuracy"] = lambda: knn_accuracy(features, labels, query_features, query_labels)
+    tensors = features, labels, query_features, query_labels
+    variants["knn_accuracy"] = lambda: knn_accuracy(*tensors)
+    variants["knn_accuracy, first pass in bfloat16"] = lambda: knn_accuracy(*tensors, first_pass=torch.bfloat16)
     title = f"kNN, {len(features):,} x {DIM} bank, {len(query_features):,} queries (images/s: queries)"
     table = compare(title, variants, len(query_features), options)
     for label, run in variants.items():
@@ -161,6 +168,19 @@ def feature_extraction(size: str, dataset: Dataset, num_channels: int, what: str
     return compare_part(title, "its forward passes", "extract_features", run, stopwatch, len(images), options)
 
 
+def evaluate_command(model: Path) -> dict:
+    """Wall-clock time of the whole command, once, with default arguments and without features from earlier runs."""
+    command = [sys.executable, "-m", "hf_decayed.evaluation", model.resolve(), "--cpu_threads", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        stopwatch = Stopwatch("cpu")
+        stopwatch.wrap(subprocess.run)(list(map(str, command)), cwd=folder, check=True, capture_output=True)
+        (results,) = (json.loads(path.read_text()) for path in Path(folder).glob("outputs/evaluate/*.json"))
+    images = sum(results["dataset"]["number"].values())
+    table = summarize(f"hf-decayed evaluate {model.name}, {images:,} images", [{"command": stopwatch.seconds}], images)
+    table["rows"]["command"]["time (s)"] = stopwatch.seconds
+    return table
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__, f"of the encoder that extracts features: {SIZES_HELP}")
     more_than_neighbours = number(int, NEIGHBOURS)
@@ -170,6 +190,7 @@ def main() -> None:
     parser.add_argument(
         "--queries", type=more_than_neighbours, default=10_000, help="features to classify (default: %(default)s)"
     )
+    parser.add_argument("--evaluate", type=Path, metavar="MODEL", help="also time `hf-decayed evaluate MODEL`, once")
     parser.add_argument("--large_bank", action="store_true", help="also 1.28 million features; needs 5 GB")
     run_benchmark(benchmark, parser)
 

@@ -273,7 +273,7 @@ def render(results: dict) -> str:
             spread = f"{row['smallest']:.2f}-{row['largest']:.2f}"
             cells = [f"{row['images per second']:g}", f"{row['ratio']:.2f}", spread]
             cells += [f"{row['fastest']:.2f}"] if has_fastest else []
-            cells += [f"{row[name]:.0f}" for name in extra]
+            cells += [row[name] if isinstance(row[name], str) else f"{row[name]:.0f}" for name in extra]
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
         lines.append("")
         if shares := table.get("time goes to (%)"):

@@ -546,12 +546,18 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, PeftAdapterMix
                     nn.init.zeros_(module.fc2.weight)
 
     def enable_cache(self, config) -> None:
-        """Enables one of diffusers' `CACHES`. Those that leave out blocks leave out all but the first, skips included."""
+        """Enables one of diffusers' `CACHES`.
+
+        FirstBlock and Mag leave out blocks, skips included, and add what the blocks added at an earlier step: the stream
+        before them keeps the weight 1, where the network has the product of its alphas. TaylorSeer's lite mode continues the
+        outputs of earlier steps on a straight line, which is independent of the network's inside.
+        """
         kind = type(config).__name__
         if kind not in CACHES:
+            reason = " FasterCache needs batches whose second half is conditional, and the pipeline's first half is."
             raise ValueError(
-                f"{kind} does not fit this network: use one of {', '.join(CACHES)}. FasterCache needs batches whose second "
-                "half is conditional, and the pipeline's first half is."
+                f"{kind} does not fit this network: use one of {', '.join(CACHES)}."
+                f"{reason if kind == 'FasterCacheConfig' else ''}"
             )
         if kind == "TaylorSeerCacheConfig" and not (config.cache_identifiers or config.use_lite_mode):
             config = dataclasses.replace(config, cache_identifiers=[r"(in_blocks|mid_block|out_blocks)\b.*attn"])
