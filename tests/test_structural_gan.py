@@ -750,8 +750,9 @@ def test_one_and_two_processes_train_alike(objective, tmp_path):
     for processes in (1, 2):
         run_script("structural_gan.py", *flags, "--output_dir", tmp_path / str(processes), processes=processes)
     one, two = all_weights(tmp_path / "1"), all_weights(tmp_path / "2")
-    # All paths from the biases of blocks end in batch norms, where they change nothing. Their gradient is rounding, and Adam makes whole steps of it: these
-    # biases, and the means of the norms, differ by at most two steps of the learning rate, 1e-3, in each of three steps.
+    # All paths from the biases of blocks end in batch norms, where they change nothing. Their gradient is rounding, and Adam
+    # makes whole steps of it: these biases, and the means of the norms, differ by at most twice the learning rate, 1e-3, in
+    # each of the three steps.
     silent = re.compile(r"generator\..*(conv[1-4]\.bias|running_mean)")
     tolerance = {name: 6e-3 if silent.fullmatch(name) else 1e-4 for name in one}
     different = [name for name in one if not torch.allclose(one[name], two[name], rtol=1e-2, atol=tolerance[name])]
