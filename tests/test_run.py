@@ -275,7 +275,7 @@ def test_a_full_disk_at_the_end_says_what_is_missing(kilobytes, tmp_path):
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("mae.py: not written: ") and " model (" in last
     assert "No checkpoint at step 3: it could not be written" in done.stderr
-    assert "knn_accuracy" in done.stdout
+    assert "kNN accuracy (%)" in done.stdout
     assert not list((tmp_path / "out").rglob(".writing*"))
 
 
