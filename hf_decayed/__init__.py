@@ -56,8 +56,10 @@ def _register_pipelines(custom_pipelines: dict[str, dict]) -> None:
         PIPELINE_REGISTRY.register_pipeline(task, pipeline_class, pt_model=auto_classes)
 
 
-# Transformers takes seconds to import, and `hf-decayed --help` and `hf-decayed --version` need no models.
-_is_help = _sys.argv and _Path(_sys.argv[0]).stem == "hf-decayed" and all(w.startswith("-") for w in _sys.argv[1:])
+# Transformers takes seconds to import, and `hf-decayed --version` and the help of its commands need no models.
+_is_help = (_sys.argv and _Path(_sys.argv[0]).stem == "hf-decayed") and (
+    all(word.startswith("-") for word in _sys.argv[1:]) or not {"-h", "--help"}.isdisjoint(_sys.argv)
+)
 
 _deprecated.install()
 _modules: dict[str, str] = {}  # public name -> its module, from the `__all__` of the modules
