@@ -243,6 +243,7 @@ def test_the_page_on_the_method_has_the_numbers_of_the_sweep():
         "images",
         "data",
         "training",
+        "first_command",
         "eval",
         "diffusion",
         "sampling_uvit",
