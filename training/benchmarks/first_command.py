@@ -10,6 +10,7 @@ draws new ones.
 import contextlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -105,13 +106,21 @@ def run_trainer(folder: str, batch_size: int, train: Dataset, bf16: bool, option
 
 
 def run_script(folder: str, batch_size: int, preset: str, precision: str, options) -> float:
-    """Seconds of the steps after the warm-up, which mae.py itself writes to its metrics."""
-    command = [sys.executable, SCRIPTS / "mae.py", "--output_dir", folder, "--recipe", "tiny", "--preset", preset]
-    command += ["--batch_size", batch_size, "--max_train_steps", WARMUP_STEPS + options.steps, "--log_every", 10]
-    command += ["--eval_train_samples", 20, "--eval_test_samples", 20, "--cpu_threads", options.threads, "--compare"]
-    command += ["--mixed_precision", precision]
-    command += ["--set", "shortcut_decay=1.0"] if preset == "plain" else []
-    process = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    flags = ["--preset", preset, "--cpu_threads", options.threads, "--mixed_precision", precision]
+    flags += ["--set", "shortcut_decay=1.0"] if preset == "plain" else []
+    return time_script([sys.executable], flags, folder, batch_size, options.steps)
+
+
+def time_script(
+    launcher: list, flags: list, folder: str, batch_size: int, num_steps: int, **environment: str
+) -> float:
+    """Seconds of the steps of mae.py after the warm-up, which it writes to its metrics."""
+    command = [*launcher, SCRIPTS / "mae.py", "--output_dir", folder, "--recipe", "tiny", "--batch_size", batch_size]
+    command += ["--max_train_steps", WARMUP_STEPS + num_steps, "--log_every", WARMUP_STEPS, "--compare"]
+    command += ["--eval_train_samples", 20, "--eval_test_samples", 20, *flags]
+    process = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env={**os.environ, **environment}
+    )
     if process.returncode != 0:
         raise UserError(f"mae.py failed: {process.stderr.strip().splitlines()[-1]}")
     records = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())

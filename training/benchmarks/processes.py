@@ -1,29 +1,20 @@
 """Training by one process and by two over gloo: whole steps of `mae.py` with the same batch, images and thread per process.
 
     python training/benchmarks/processes.py
-    python training/benchmarks/processes.py --rounds 2 --steps 8
+    python training/benchmarks/processes.py --rounds 2 --steps 20
 
 Needs two free cores. The efficiency of two processes is half of their ratio to one. Gradients are averaged through memory, so
 this shows what the code costs; between machines their network counts, which the arithmetic in docs/speed.md estimates.
 """
 
 import argparse
-import itertools
-import json
-import os
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-from data import MAE_SCRIPT, WARMUP_STEPS
+from first_command import SCRIPTS, time_script
 from timing import benchmark_parser, compare, run_benchmark
 
 from hf_decayed.command_line import positive_int
-from hf_decayed.errors import UserError
-
-
-CONFIGS = Path(MAE_SCRIPT).parent / "accelerate_configs"
 
 
 def benchmark(options: argparse.Namespace) -> list[dict]:
@@ -38,28 +29,20 @@ def benchmark(options: argparse.Namespace) -> list[dict]:
 
 
 def train(number: int, batch_size: int, options: argparse.Namespace) -> float:
-    """Seconds of the steps after the warm-up, from the metrics that mae.py writes."""
+    """Seconds of the steps after the warm-up."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", 1]
+    if number == 2:
+        launcher[3:] = ["--config_file", SCRIPTS / "accelerate_configs" / "two_cpu_processes.yaml"]
+    flags = ["--cpu_threads", 1, "--mixed_precision", "no"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "accelerate.commands.launch"]
-        if number == 2:
-            command += ["--config_file", CONFIGS / "two_cpu_processes.yaml"]
-        else:
-            command += ["--num_processes", 1]
-        command += [MAE_SCRIPT, "--output_dir", folder, "--recipe", "tiny", "--batch_size", batch_size]
-        command += ["--max_train_steps", WARMUP_STEPS + options.steps, "--log_every", WARMUP_STEPS, "--cpu_threads", 1]
-        command += ["--eval_train_samples", 20, "--eval_test_samples", 20, "--mixed_precision", "no"]
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        process = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
-        if process.returncode != 0:
-            raise UserError(f"mae.py failed: {process.stderr.strip().splitlines()[-1]}")
-        records = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-    rates = [(record["step"], record["images_per_second"]) for record in records if "images_per_second" in record]
-    return sum((step - start) * batch_size / rate for (start, _), (step, rate) in itertools.pairwise(rates))
+        return time_script(
+            launcher, flags, folder, batch_size, options.steps, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1"
+        )
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__, "not used")
-    parser.add_argument("--steps", type=positive_int, default=8, help="timed training steps per round")
+    parser.add_argument("--steps", type=positive_int, default=10, help="timed steps of a run, a multiple of 10")
     run_benchmark(benchmark, parser)
 
 
