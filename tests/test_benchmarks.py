@@ -196,8 +196,8 @@ def test_results_are_rendered_and_written(tmp_path, monkeypatch, capsys):
         ("startup", [], ["Imports (images/s: in 100 s)", "Commands (images/s: in 100 s)"]),
         (
             "processes",
-            ["--batch_size", 8, "--steps", 2],
-            ["tiny, batch 8 in all, one thread per process: 2 steps of mae.py"],
+            ["--batch_size", 8, "--steps", 10],
+            ["tiny, batch 8 in all, one thread per process: 10 steps of mae.py"],
         ),
         (
             "scaling",
