@@ -200,6 +200,12 @@ def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
     resumed = weights(tmp_path / "lowered")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
+    # The beginning of a longer run is what that run began with.
+    run(recipe, tmp_path / "beginning", *flags, "--max_train_steps", 10, "--schedule_steps", 12)
+    for metric in ("loss", "learning_rate", "decay_share"):
+        beginning, longer = (logged(tmp_path / name, metric) for name in ("beginning", "lowered"))
+        assert [beginning[step] for step in range(1, 11)] == [longer[step] for step in range(1, 11)]
+
 
 @pytest.mark.parametrize(
     "flags, sentence",
@@ -215,6 +221,11 @@ def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
             marks=pytest.mark.slow,
         ),
         pytest.param(["--decay_warmup", "0.5", "--compile", "true"], "drop one", marks=pytest.mark.slow),
+        pytest.param(
+            ["--max_train_steps", "4", "--schedule_steps", "3"],
+            "mae.py: --schedule_steps 3 ends before the training, which has 4 steps",
+            marks=pytest.mark.slow,
+        ),
         (["--dataset_path", "junk.parquet"], "mae.py: .*'cat.png' .* cannot be decoded"),
         pytest.param(
             ["--shortcut_decay", "1.5"],

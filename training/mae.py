@@ -98,6 +98,11 @@ def parse_arguments(arguments=None):
     training = add_training_arguments(parser, batch_size=1024)
     training.add_argument("--num_train_epochs", type=non_negative_float, default=800)
     training.add_argument("--max_train_steps", type=positive_int, help="instead of epochs")
+    training.add_argument(
+        "--schedule_steps",
+        type=positive_int,
+        help="steps of the whole learning-rate and decay schedule, to train only the beginning of a longer run",
+    )
     training.add_argument("--base_learning_rate", type=non_negative_float, default=1.5e-4, help="per 256 images")
     training.add_argument(
         "--warmup_epochs", type=non_negative_float, default=40, help="for a stream a twentieth of the steps"
@@ -185,7 +190,7 @@ def main():
     )
     images, source = load_training_images(options, run, splits, augmentation)
     run.print(f"{splits.name}: {source}")
-    run.plan(images, options.max_train_steps, options.num_train_epochs)
+    run.plan(images, options.max_train_steps, options.num_train_epochs, options.schedule_steps)
     monitor = RepresentationMonitor(
         run.accelerator,
         splits,
@@ -218,10 +223,10 @@ def main():
     # Loop.
     for batch in run.batches(images):
         run.set_learning_rate(
-            optimizer, peak_learning_rate * warmup_cosine(run.step + 1, warmup_steps, run.total_steps)
+            optimizer, peak_learning_rate * warmup_cosine(run.step + 1, warmup_steps, run.schedule_steps)
         )
         if options.decay_warmup:
-            first_full = round(options.decay_warmup * run.total_steps) - 1  # the first step with the whole decay
+            first_full = round(options.decay_warmup * run.schedule_steps) - 1  # the first step with the whole decay
             progress = 1.0 if run.step >= first_full else run.step / first_full
             for layers in decayed_layers:
                 set_shortcut_progress(layers, config.shortcut_alphas(), progress)

@@ -120,7 +120,7 @@ class Run:
         self.repository = create_repository(options.push_to_hub, self.accelerator)
         self.lock = lock_output_dir(options.output_dir) if self.is_main_process else None
 
-        self.step, self.total_steps = 0, 0
+        self.step, self.total_steps, self.schedule_steps = 0, 0, 0
         self.steps_per_epoch: int | None = None
         self.evaluation_start: float | None = None
         self.skipped_steps, self.bad_images, self.earlier_bad_images, self.earlier_seconds = 0, 0, 0, 0.0
@@ -165,8 +165,18 @@ class Run:
         """A progress bar on the main process of each machine, for work before the loop."""
         return tqdm(items, disable=not self.accelerator.is_local_main_process, leave=False, **settings)
 
-    def plan(self, images, max_train_steps: int | None, num_train_epochs: float = 0.0) -> None:
-        """Sets `total_steps` and `steps_per_epoch`; a stream has no epochs."""
+    def plan(
+        self,
+        images,
+        max_train_steps: int | None,
+        num_train_epochs: float = 0.0,
+        schedule_steps: int | None = None,
+    ) -> None:
+        """Sets `total_steps`, `steps_per_epoch` and `schedule_steps`; a stream has no epochs.
+
+        Args:
+            schedule_steps (`int`, *optional*): Steps of the run of which this is the beginning; by default this is all of it.
+        """
         if hasattr(images, "__len__"):
             self.steps_per_epoch = max(1, len(images) // self.options.batch_size)
         elif max_train_steps is None:
@@ -174,12 +184,17 @@ class Run:
         self.total_steps = max_train_steps or round(num_train_epochs * (self.steps_per_epoch or 0))
         if self.total_steps < 1:
             raise UserError("The run has no steps: raise --num_train_epochs or give --max_train_steps.")
+        self.schedule_steps = schedule_steps or self.total_steps
+        if self.schedule_steps < self.total_steps:
+            raise UserError(
+                f"--schedule_steps {schedule_steps} ends before the training, which has {self.total_steps} steps."
+            )
 
     def warmup_steps(self, epochs: float) -> int:
         """Warm-up epochs as steps, a quarter of a short run at most; a twentieth of the steps of a stream."""
         if self.steps_per_epoch is None:
-            return self.total_steps // 20
-        return min(round(epochs * self.steps_per_epoch), self.total_steps // 4)
+            return self.schedule_steps // 20
+        return min(round(epochs * self.steps_per_epoch), self.schedule_steps // 4)
 
     def average(
         self, model: torch.nn.Module, name: str = "average", use_buffers: bool = False
