@@ -125,7 +125,7 @@ def main(arguments=None) -> None:
 
 def expand(grid: dict, data: dict) -> list[dict]:
     """Runs of a grid on a data set: the named ones and all combinations of the axes, each with every seed."""
-    named = dict(grid.get("runs", {}))
+    named = {str(name): settings for name, settings in grid.get("runs", {}).items()}
     axes = grid.get("axes", {})
     if axes:
         for values in itertools.product(*axes.values()):
