@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -648,7 +649,7 @@ def test_batches_smaller_than_the_embedding_are_refused():
     assert discriminator.config.projection_size == 1 and discriminator.config.shortcut_decay == 0.5
 
 
-@pytest.mark.parametrize("recipe", ["tiny", "cifar10", "cifar100", "imagenet10_128"])
+@pytest.mark.parametrize("recipe", ["tiny", "fashion_mnist", "cifar10", "cifar100", "imagenet10_128"])
 def test_recipes_build_networks(recipe):
     options, _ = structural_gan.parse_arguments(["--recipe", recipe])
     with torch.device("meta"):
@@ -702,7 +703,7 @@ SCRIPT = [
 SCRIPT += ["--set_generator", "block_out_channels=(16,8)", "--set_generator", "latent_dim=6", "--bank_size", 64]
 SCRIPT += ["--batch_size", 16, "--max_train_steps", 10, "--max_train_samples", 96, "--eval_train_samples", 40]
 SCRIPT += ["--eval_test_samples", 20, "--smoothness_images", 2, "--sample_images", 4, "--checkpointing_steps", 3]
-SCRIPT += ["--log_every", 1, "--cpu_threads", 1]
+SCRIPT += ["--log_every", 1, "--cpu_threads", 1, "--compare_hinge", "false"]
 
 
 def all_weights(folder):
@@ -772,6 +773,31 @@ def test_a_probe_never_touches_the_encoder(tmp_path):
         assert stdout.count("warning: the Jacobian's norm is") == 1 and "raise --smoothness_weight" in stdout
     slow, fast = all_weights(tmp_path / "slow"), all_weights(tmp_path / "fast")
     assert all(torch.equal(slow[name], fast[name]) for name in slow)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_hinge_gan_is_trained_and_compared(tmp_path):
+    """As by itself, also when it is resumed; the structural one is what it is without it."""
+    flags = [*SCRIPT, "--max_train_steps", 3]
+    for name, more in (("alone", []), ("hinge", ["--objective", "hinge"])):
+        run_script("structural_gan.py", *flags, *more, "--output_dir", tmp_path / name)
+    compare = [*flags, "--compare_hinge", "true", "--output_dir", tmp_path / "both"]
+    stdout = run_script("structural_gan.py", *compare).stdout
+    weights = {name: all_weights(tmp_path / name) for name in ("alone", "hinge", "both", "both/runs/hinge")}
+    for one, other in (("alone", "both"), ("hinge", "both/runs/hinge")):
+        assert weights[one].keys() == weights[other].keys()
+        assert all(torch.equal(weights[one][name], weights[other][name]) for name in weights[one])
+    titles, *rows = stdout[stdout.index("features, in percent") :].splitlines()
+    assert titles.split()[3:] == ["this", "run", "hinge", "GAN", "untrained", "pixels"]
+    own, hinge = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("both", "both/runs/hinge"))
+    assert hinge["objective"] == "hinge"
+    knn = [own["knn_accuracy"], hinge["knn_accuracy"], own["knn_accuracy_untrained"], own["knn_accuracy_pixels"]]
+    assert rows[0].split() == ["kNN", *(f"{100 * value:.1f}" for value in knn)]
+    shutil.rmtree(tmp_path / "both" / "runs" / "hinge" / "discriminator")
+    resumed = run_script("structural_gan.py", *compare, "--resume_from_checkpoint", "latest").stdout
+    assert resumed.count("resumed at step 3") == 2 and resumed.splitlines()[-3:] == stdout.splitlines()[-3:]
+    assert (tmp_path / "both" / "runs" / "hinge" / "discriminator" / "model.safetensors").exists()
 
 
 def spiral(number, generator, arms=5, scale=8.0):

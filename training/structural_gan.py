@@ -6,18 +6,23 @@
     accelerate launch training/structural_gan.py --recipe cifar10 --dataset_name uoft-cs/cifar10
     accelerate launch training/structural_gan.py --resume_from_checkpoint latest
 
-Without arguments: the recipe `tiny` on the bundled images, on a CPU in about six minutes; it leaves a pipeline, a picture of
-samples, and kNN, k-means and linear probe of the discriminator's features beside those of the untrained one.
-`training/structural_gan_report.py` compares objectives. `--objective hinge` is the ordinary GAN of the same networks,
-`--cluster_weight 0` leaves the moments alone. A recipe is a file in `training/recipes/structural_gan`; every flag overrides it.
+Without arguments: the recipe `tiny` on the bundled images, on a CPU in about six minutes. It leaves a pipeline and a picture of
+samples. Then it trains the ordinary GAN of the same networks (`--objective hinge`), and compares the features of both
+discriminators with those of the untrained one and with pixels. `--cluster_weight 0` leaves the moments alone;
+`training/structural_gan_report.py` compares objectives over seeds. A recipe is a file in `training/recipes/structural_gan`;
+every flag overrides it.
 """
 
+import copy
+import dataclasses
 import math
+import os
 
 import torch
 from torch.nn import functional as F
 
 from hf_decayed.command_line import (
+    boolean,
     check_fields,
     constructor_fields,
     fraction,
@@ -52,7 +57,10 @@ from hf_decayed.models.structural_generator import StructuralGenerator
 from hf_decayed.pipelines.pipeline_structural_gan import StructuralGANPipeline
 from hf_decayed.run import Run, adamw, script_main
 from hf_decayed.run import arguments as flags
-from hf_decayed.run.structural_gan import StructuralGANMonitor, runaway_warning
+from hf_decayed.run.structural_gan import StructuralGANMonitor, format_comparison, runaway_warning
+
+
+HINGE_FOLDER = "runs/hinge"  # in the output folder; `runs` is not published
 
 
 def parse_arguments(arguments=None):
@@ -112,6 +120,12 @@ def parse_arguments(arguments=None):
     running.add_argument("--eval_train_samples", type=positive_int, default=5000, help="for kNN and probe")
     running.add_argument("--eval_test_samples", type=positive_int, default=2000)
     running.add_argument("--sample_images", type=positive_int, default=36, help="in a picture")
+    running.add_argument(
+        "--compare_hinge",
+        type=boolean,
+        default=False,
+        help=f"train the hinge GAN too, in {HINGE_FOLDER} of the output folder, and compare the features of both",
+    )
     options, recipe = parser.parse(arguments)
     options.fields = flags.merge_fields(options, recipe.get("fields", {}))
     options.generator_fields = dict(options.generator_fields)
@@ -165,8 +179,8 @@ def build_networks(options) -> tuple[StructuralDiscriminatorModel, StructuralGen
     return discriminator, generator
 
 
-def main():
-    options, run_options = parse_arguments()
+def train(options, run_options) -> dict:
+    """The results of one run, whose model is in its output folder."""
     run = Run(run_options, kind="structural_gan")
     if options.smoothness_images % run.num_processes != 0:
         raise UserError(
@@ -349,12 +363,34 @@ def main():
             "dataset": {**dataset, "held_out": splits.held_out_rule},
         }
     )
-    if run.is_main_process:
-        for name, title in (("knn", "kNN"), ("kmeans", "k-means"), ("linear", "linear probe")):
-            if f"{name}_accuracy" in results:
-                values = [100 * results[f"{name}_accuracy{row}"] for row in ("", "_untrained", "_pixels")]
-                print("{}: {:.1f} %, untrained {:.1f} %, pixels {:.1f} %".format(title, *values))
     run.finish(results, "pipeline, samples.png")
+    return results
+
+
+def hinge_options(options, run_options):
+    """Options of the ordinary GAN with the same networks, data and steps; it is not uploaded."""
+    options = copy.copy(options)
+    options.objective, options.fields = "hinge", {**options.fields, "projection_size": 1}  # the embedding is a score
+    run_options = dataclasses.replace(
+        run_options,
+        output_dir=run_options.output_dir / HINGE_FOLDER,
+        signature={**run_options.signature, "objective": "hinge"},
+        push_to_hub=None,
+    )
+    return options, run_options
+
+
+def main():
+    options, run_options = parse_arguments()
+    results = {"this run": train(options, run_options)}
+    if options.compare_hinge and options.objective == "structural":
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # the end of a run disconnects its processes
+            print("the hinge GAN is not trained by several processes in turn: start it with --objective hinge")
+        else:
+            print("the ordinary GAN of the same networks, to compare with")
+            results["hinge GAN"] = train(*hinge_options(options, run_options))
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(format_comparison(results))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ def train(data: str, objective: str, seed: int, output_dir: Path) -> None:
     folder = output_dir / name
     print(name, flush=True)
     script = str(ROOT / "training" / "structural_gan.py")
-    command = [sys.executable, script, *flags, "--output_dir", str(folder), "--resume_from_checkpoint", "latest"]
+    command = [sys.executable, script, *flags, "--compare_hinge", "false"]
+    command += ["--output_dir", str(folder), "--resume_from_checkpoint", "latest"]
     subprocess.run(command, check=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / "samples.png", RESULTS / f"{name}.png")

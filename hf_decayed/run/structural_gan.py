@@ -17,6 +17,8 @@ from .monitors import evaluation_dataset, evaluation_mode, has_classes, nearest_
 
 
 SAMPLES_PER_BATCH = 100
+# Metrics of the closing table, with their titles.
+COMPARED = {"knn_accuracy": "kNN", "kmeans_accuracy": "k-means", "linear_accuracy": "linear probe"}
 MAX_SIGMA, NORM_RANGE = 10.0, (0.05, 100.0)  # what smoothness and norm of healthy discriminators stay in
 
 
@@ -98,6 +100,20 @@ def feature_metrics(bank: dict, queries: dict, name: str) -> dict[str, float]:
         "linear_accuracy": linear_probe(*splits, protocol="ridge"),
         **kmeans_metrics(queries[name], queries["labels"]),
     }
+
+
+def format_comparison(results: dict[str, dict]) -> str:
+    """A table of the features of one or more runs, of the first one's untrained discriminator and of pixels; nothing
+    without labels."""
+    first = next(iter(results.values()))
+    lines = [
+        "features, in percent".ljust(22) + "".join(title.rjust(14) for title in (*results, "untrained", "pixels"))
+    ]
+    for name, title in COMPARED.items():
+        if name in first:
+            values = [run[name] for run in results.values()] + [first[f"{name}_untrained"], first[f"{name}_pixels"]]
+            lines.append(title.ljust(22) + "".join(f"{100 * value:14.1f}" for value in values))
+    return "\n".join(lines) if len(lines) > 1 else ""
 
 
 def runaway_warning(sigma: float, norm: float, lipschitz: float) -> str | None:
