@@ -35,7 +35,7 @@ from nothing to a repository on the Hub:
 `hf-decayed COMMAND --help` explains a command, with an example."""
 
 
-# Commands whose flags need imports that take seconds: `hf-decayed --help` shows these lines alone.
+# Commands whose flags need imports that take seconds: `hf-decayed --help` only shows these lines.
 SLOW_COMMANDS = {
     "convert": "turn the checkpoint of another code base into ours, exactly",
     "report": "show what the shortcuts of an encoder do, by depth",
@@ -100,7 +100,7 @@ def add_train(commands):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("script", choices=scripts, metavar="SCRIPT", help=f"one of {', '.join(scripts)}")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="FLAGS", help="of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="FLAGS", help="arguments of the script")
     parser.set_defaults(run=run_train)
 
 
@@ -113,7 +113,7 @@ def run_train(options) -> str:
 
 
 def training_scripts() -> dict[str, Path]:
-    """The scripts by name: inside of the package where it was installed from a wheel, beside it in a checkout."""
+    """The scripts by name: inside the package if it was installed from a wheel, beside it in a checkout."""
     package = Path(__file__).parent
     folder = next(folder for folder in (package / "training", package.parent / "training") if folder.is_dir())
     scripts = sorted(folder.glob("*.py"))
@@ -125,8 +125,8 @@ def add_prepare(commands):
         "prepare",
         help="make the images of a data set small once, for faster training",
         description="Writes a data set with smaller images as parquet files, which --dataset_path then takes. Labels, names and "
-        "splits stay; data without a split for evaluation gets one, of the images that training would hold out. Images that are "
-        "small enough stay as they are. A command that was stopped continues when it is repeated.",
+        "splits stay; data without an evaluation split gets one, with the images that training would hold out. Images "
+        "that are small enough stay as they are. A command that was stopped continues when it is repeated.",
         epilog="examples:\n  hf-decayed prepare photos --size 256 --output photos-256\n  hf-decayed train mae --dataset_path "
         "photos-256",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -135,12 +135,17 @@ def add_prepare(commands):
         "data", metavar="DATA", help="folder of images, parquet, arrow or tar files; or a Hub data set"
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="new folder to write")
-    parser.add_argument("--size", type=positive_int, default=256, help="pixels of the short side, at most")
-    parser.add_argument("--quality", type=jpeg_quality, default=95, help="of JPEGs, 1 to 100")
+    parser.add_argument("--size", type=positive_int, default=256, help="largest short side in pixels")
+    parser.add_argument("--quality", type=jpeg_quality, default=95, help="JPEG quality, 1 to 100")
     parser.add_argument(
         "--uncompressed", action="store_true", help="write BMPs: more disk space, hardly any time to decode"
     )
-    parser.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop", help="that cannot be decoded")
+    parser.add_argument(
+        "--on_bad_image",
+        choices=["stop", "skip"],
+        default="stop",
+        help="what to do with an image that cannot be decoded",
+    )
     parser.add_argument("--num_workers", type=positive_int, help="threads; by default as many as there are cores")
     parser.set_defaults(run=run_prepare)
 
@@ -232,29 +237,35 @@ def add_report(commands):
         help="decay a stock model first, with the same weights: a number above 0 or auto",
     )
     parser.add_argument(
-        "--keep_function", action="store_true", help="with --shortcut_decay: scale weights so that the outputs stay"
+        "--keep_function",
+        action="store_true",
+        help="with --shortcut_decay: scale weights so that the outputs stay the same",
     )
-    parser.add_argument("--revision", help="of the repository; pin it when you trust its code")
+    parser.add_argument("--revision", help="revision of the repository; pin it when you trust its code")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     data = add_data_arguments(parser)
     data.add_argument(
-        "--max_train_samples", type=positive_int, default=1000, help="bank of kNN (default: %(default)s)"
+        "--max_train_samples", type=positive_int, default=1000, help="size of the kNN bank (default: %(default)s)"
     )
-    data.add_argument("--max_eval_samples", type=positive_int, default=500, help="queries (default: %(default)s)")
     data.add_argument(
-        "--dense_images", type=positive_int, default=100, help="for norms and for patches (default: %(default)s)"
+        "--max_eval_samples", type=positive_int, default=500, help="number of queries (default: %(default)s)"
+    )
+    data.add_argument(
+        "--dense_images", type=positive_int, default=100, help="images for norms and patches (default: %(default)s)"
     )
     parser.add_argument(
         "--pooling",
         choices=["mean", "patch_mean", "cls"],
         default="mean",
-        help="of tokens, for rank and kNN (default: %(default)s, for every model)",
+        help="pooling of tokens for rank and kNN (default: %(default)s, for every model)",
     )
-    parser.add_argument("--num_clusters", type=positive_int, default=27, help="of patches (default: %(default)s)")
+    parser.add_argument(
+        "--num_clusters", type=positive_int, default=27, help="clusters of patches (default: %(default)s)"
+    )
     parser.add_argument("--batch_size", type=positive_int, default=64)
     parser.add_argument("--seed", type=non_negative_int, default=0)
     parser.add_argument(
-        "--cpu_threads", type=positive_int, help="by default OMP_NUM_THREADS, else chosen by a short trial"
+        "--cpu_threads", type=positive_int, help="threads; by default OMP_NUM_THREADS, else chosen by a short trial"
     )
     parser.add_argument(
         "--features_dir", default="outputs/features", metavar="DIR", help="cache of features (default: %(default)s)"
@@ -279,8 +290,8 @@ def add_latents(commands):
         "latents",
         help=SLOW_COMMANDS["latents"],
         description="Encodes images into the latents of all levels of a nested diffusion model: fits the SVDs, and writes the "
-        "cache that training/nested.py with the same flags uses, so that levels can be trained at once on several machines. "
-        "A command that was stopped continues when it is repeated.",
+        "cache that training/nested.py with the same flags uses, so that levels can be trained in parallel on several "
+        "machines. A command that was stopped continues when it is repeated.",
         epilog="examples:\n  hf-decayed latents facebook/dino-vitb16 --dataset_path photos --image_size 256 --vae "
         "stabilityai/sd-vae-ft-ema\n  accelerate launch --num_processes 8 -m hf_decayed.cli latents facebook/dino-vitb16 "
         "--dataset_path photos --image_size 256",
@@ -296,17 +307,24 @@ def add_latents(commands):
         help="latents above level 1, the highest first (default: the dissertation's, for 256 pixels)",
     )
     parser.add_argument(
-        "--min_crop_size", type=positive_int, default=64, help="below, the encoder's feature map is used"
+        "--min_crop_size",
+        type=positive_int,
+        default=64,
+        help="levels with smaller crops use the encoder's feature map instead",
     )
-    parser.add_argument("--svd_images", type=positive_int, default=50_000, help="that the SVDs are fitted on")
+    parser.add_argument(
+        "--svd_images", type=positive_int, default=50_000, help="number of images for fitting the SVDs"
+    )
     parser.add_argument("--vae", help="folder or repository of an AutoencoderKL, for latents of level 1")
     data = add_data_arguments(parser)
     data.add_argument("--max_train_samples", type=positive_int)
-    data.add_argument("--horizontal_flip", type=boolean, default=True, help="encode mirror images, too")
+    data.add_argument("--horizontal_flip", type=boolean, default=True, help="also encode mirror images")
     data.add_argument("--conditional", type=boolean, default=True, help="keep the labels")
     data.add_argument("--image_size", type=positive_int, default=32, help="height and width of the center crop")
-    data.add_argument("--num_channels", type=positive_int, default=3, help="of the images, without a VAE")
-    parser.add_argument("--latents_dir", default="outputs/latents", metavar="DIR", help="(default: %(default)s)")
+    data.add_argument("--num_channels", type=positive_int, default=3, help="channels of the images, without a VAE")
+    parser.add_argument(
+        "--latents_dir", default="outputs/latents", metavar="DIR", help="cache of latents (default: %(default)s)"
+    )
     parser.set_defaults(run=run_latents)
 
 
@@ -331,21 +349,29 @@ def add_features(commands):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "images", metavar="FOLDER", help="folder of images, also by class; or parquet, arrow, WebDataset tar files"
+        "images",
+        metavar="FOLDER",
+        help="folder of images, with or without class subfolders; or parquet, arrow, WebDataset tar files",
     )
     parser.add_argument("--model", required=True, metavar="MODEL", help="folder or repository of a vision encoder")
     parser.add_argument("--output", required=True, metavar="FILE", help="a name that ends in .safetensors or .parquet")
     parser.add_argument(
         "--feature",
         metavar="LAYER.POOLING",
-        help="a number or last, and cls, mean, patch_mean or pooler; by default the model's own pooling of the last layer",
+        help="<layer>.<pooling>: a number or last, and cls, mean, patch_mean or pooler; by default last, with the "
+        "model's own pooling",
     )
     parser.add_argument("--batch_size", type=positive_int, default=64)
-    parser.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop", help="that cannot be decoded")
     parser.add_argument(
-        "--cpu_threads", type=positive_int, help="by default OMP_NUM_THREADS, else chosen by a short trial"
+        "--on_bad_image",
+        choices=["stop", "skip"],
+        default="stop",
+        help="what to do with an image that cannot be decoded",
     )
-    parser.add_argument("--revision", help="of the repository; pin it when you trust its code")
+    parser.add_argument(
+        "--cpu_threads", type=positive_int, help="threads; by default OMP_NUM_THREADS, else chosen by a short trial"
+    )
+    parser.add_argument("--revision", help="revision of the repository; pin it when you trust its code")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.set_defaults(run=run_features)
 
@@ -374,17 +400,18 @@ def add_sample(commands):
     parser.add_argument("--guidance_scale", type=float, default=1.0, help="as in diffusers: 1 is none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch_size", type=int, default=64, help="images at a time, per process")
-    parser.add_argument("--vae", metavar="PATH", help="autoencoder for a pipeline of latents that has none")
+    parser.add_argument("--vae", metavar="PATH", help="autoencoder for a latent pipeline that has none")
     parser.add_argument("--format", dest="file_format", choices=["png", "npz"], default="png")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16", "auto"],
         default="float32",
-        help="of the weights; auto: bfloat16 where a short trial is faster with it; the difference from float32 is told",
+        help="dtype of the weights; auto: bfloat16 if a short trial is faster with it; the difference from float32 "
+        "is reported",
     )
     parser.add_argument("--revision", help="revision of the repository; pin it if its code runs")
     parser.add_argument(
-        "--trust_remote_code", action="store_true", help="run the code of a pipeline that is not of this package"
+        "--trust_remote_code", action="store_true", help="run the code of a pipeline that is not from this package"
     )
     parser.set_defaults(run=run_sample)
 
@@ -419,7 +446,7 @@ def add_segment(commands):
         "--graph",
         choices=["vv", "qk", "features"],
         default="vv",
-        help="values: what (default); queries and keys: where; features of the last layer",
+        help="vv: values (what, default); qk: queries and keys (where); features: those of the last layer",
     )
     parser.add_argument(
         "--n_clusters", type=positive_int, help="regions; by default 2 to 10, whichever has the best silhouette"
@@ -428,12 +455,14 @@ def add_segment(commands):
         "--evaluate",
         type=positive_int,
         metavar="NUMBER",
-        help="measure all graphs on so many held-out images with masks, instead of drawing pictures",
+        help="measure all graphs on this many held-out images with masks, instead of drawing pictures",
     )
     parser.add_argument("--n_components", type=positive_int, default=10, help="eigenvectors (default: 10)")
     parser.add_argument("--solver", choices=["eigh", "gradient", "nystrom"], default="eigh")
-    parser.add_argument("--layers", type=int, nargs="+", help="numbers, negative from the last; by default all")
-    parser.add_argument("--seed", type=non_negative_int, default=0, help="of k-means and of the gradient solver")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", help="layer numbers, negative ones from the last; by default all"
+    )
+    parser.add_argument("--seed", type=non_negative_int, default=0, help="seed of k-means and of the gradient solver")
     parser.add_argument("--revision", help="revision of the repositories; pin it if their code runs")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with a model")
     parser.set_defaults(run=run_segment)
@@ -467,8 +496,8 @@ def add_card(commands):
     parser.add_argument(
         "--stock",
         action="store_true",
-        help="first write the folder `stock`, or write it anew: the same encoder or classifier as a class of transformers, "
-        "which loads without trust_remote_code",
+        help="first write, or rewrite, the folder `stock`: the same encoder or classifier as a class of "
+        "transformers, which loads without trust_remote_code",
     )
     parser.set_defaults(run=run_card)
 
@@ -490,8 +519,8 @@ def add_publish(commands):
         "publish",
         help="push a model or pipeline to the Hub, after proving that it loads from there",
         description="Stages what a repository should hold, proves in a process without this package that it loads and gives "
-        "what the source gives, and pushes it in one commit. Refuses links, pickles, keys and tokens, paths of this machine, "
-        "code that is not this package's, and cards with numbers that nobody measured.",
+        "the same outputs as the source, and pushes it in one commit. Refuses links, pickles, keys and tokens, paths "
+        "of this machine, code that is not this package's, and cards with numbers that were not measured.",
         epilog="examples:\n  hf-decayed publish outputs/mae --repo_id user/decayed-mae --dry_run\n  hf-decayed publish "
         "outputs/uvit --repo_id user/decayed-uvit --private",
         formatter_class=argparse.RawDescriptionHelpFormatter,

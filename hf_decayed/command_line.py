@@ -21,7 +21,7 @@ MALLOC_TRIM_THRESHOLD, MALLOC_MMAP_THRESHOLD = -1, -3  # options of glibc's `mal
 class OneLineParser(argparse.ArgumentParser):
     """Reports a wrong argument in one line; `--help` explains the rest, with defaults.
 
-    `--some-flag` is `--some_flag`. A flag that does not exist is refused with the nearest that does.
+    `--some-flag` is read as `--some_flag`. An unknown flag is refused, with the nearest known one.
     """
 
     def error(self, message: str):
@@ -59,7 +59,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class CommandParser(OneLineParser):
-    """Parser of a command of several: refuses what it does not know itself, because it alone knows its flags."""
+    """Parser of a subcommand: refuses unknown flags itself, because only it knows its own."""
 
     def parse_known_args(self, args=None, namespace=None):
         options, unknown = super().parse_known_args(args, namespace)
@@ -116,10 +116,10 @@ def boolean(text: str) -> bool:
 
 
 def set_cpu_threads(accelerator, threads: int | None = None) -> str | None:
-    """On a CPU, sets the threads of this process and returns why there are so many: "1 thread: ..."; else `None`.
+    """On a CPU, sets the threads of this process and returns their number and why, "1 thread: ..."; else `None`.
 
-    By default as many as `OMP_NUM_THREADS` says. Where nothing is said: the cores divided by the processes of `accelerator`,
-    or, for one process, one thread if a short trial is faster with it, as on a busy machine.
+    The default is `OMP_NUM_THREADS`. If that is not set: the cores divided by the processes of `accelerator`, or, for
+    one process, one thread if a short trial is faster with it, as on a busy machine.
     """
     if accelerator.device.type != "cpu":
         return None
@@ -144,8 +144,8 @@ def set_cpu_threads(accelerator, threads: int | None = None) -> str | None:
 def keep_freed_memory() -> None:
     """Lets the C library keep the memory of freed tensors for the next step, instead of returning it to the system.
 
-    The system clears every page that it hands out again, which takes up to a tenth of a small training step. For glibc; others
-    do not have this call.
+    The system clears every page that it hands out again, which takes up to a tenth of a small training step. Only
+    glibc has this call.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt
@@ -177,7 +177,7 @@ def threads_of_environment() -> int | None:
     launchers = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     variables = dict(os.environ)
     if launchers:
-        try:  # what the launcher itself was started with; systems without this file do not tell
+        try:  # the environment that the launcher was started with; not every system has this file
             text = Path(f"/proc/{os.getppid()}/environ").read_text(errors="replace")
             variables = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
         except OSError:
@@ -187,7 +187,7 @@ def threads_of_environment() -> int | None:
 
 
 def time_thread_counts(counts: list[int], rounds: int = 5) -> dict[int, float]:
-    """Median seconds of a small training step with each number of threads, taken in turns."""
+    """Median seconds of a small training step with each number of threads, measured in turns."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -227,7 +227,7 @@ def constructor_fields(model_class: type) -> set[str]:
 
 
 def check_fields(fields: Collection[str], known: set[str]) -> None:
-    """Refuses names that are not fields of the config, with the nearest one that is."""
+    """Refuses names that are not fields of the config, and suggests the nearest one that is."""
     for name in set(fields) - known:
         nearest = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean '{nearest[0]}'?" if nearest else "."

@@ -12,7 +12,7 @@ from .errors import UserError
 from .models.shortcut_decay import branch_depths, effective_decay, shortcut_factors, suggest_shortcut_decay
 
 
-SMOOTHING = 20  # points of a curve that a smoothed point is the mean of
+SMOOTHING = 20  # points that are averaged into one point of a smoothed curve
 TITLE_WIDTH, TITLE_HEIGHT, TITLE_SIZE = 76, 18, 12  # of the columns of a grid, in pixels
 
 
@@ -70,7 +70,7 @@ def save_reconstructions(path: Path, original, masked, reconstructed, normalised
 
 
 def denormalize(pixel_values: torch.Tensor, processor) -> torch.Tensor:
-    """Images `(number, height, width, channels)` in [0, 1] from what an image processor made of them."""
+    """Images `(number, height, width, channels)` in [0, 1] from the output of an image processor."""
     mean, std = (
         torch.tensor(list(values)).view(1, -1, 1, 1) for values in (processor.image_mean, processor.image_std)
     )
@@ -103,7 +103,8 @@ def save_grid(path: Path, images, titles: list[str] | None = None) -> None:
     """Images `(number, height, width, channels)` in [0, 1] as a grid.
 
     Args:
-        titles (`list[str]`, *optional*): Of the columns, such as names of classes. Without them the grid is about square.
+        titles (`list[str]`, *optional*): Titles of the columns, such as class names. Without them the grid is about
+            square.
     """
     columns = len(titles) if titles else math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)

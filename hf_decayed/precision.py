@@ -1,7 +1,7 @@
 """Whether this computer is faster in bfloat16, for training and for inference.
 
-A child process tries it on a CPU, because some hosts advertise instructions that end a process with SIGILL. The child runs this
-file as a script, so that it imports PyTorch alone.
+On a CPU, a child process runs the trial, because some hosts advertise instructions that end a process with SIGILL. The
+child runs this file as a script, so that it imports only PyTorch.
 """
 
 import collections
@@ -24,8 +24,9 @@ def choose_precision(
 ) -> tuple[str, str]:
     """`bf16` where it is faster than float32, else `no`, and why: accelerate's words for `mixed_precision`.
 
-    On a CPU the trial is a transformer block on `batch_size` sequences of so many tokens: a training step with autocast, or
-    without `training` a forward pass with weights in bfloat16. An accelerator is asked whether it has bfloat16.
+    On a CPU the trial is a transformer block on `batch_size` sequences of `tokens` tokens: a training step with
+    autocast, or without `training` a forward pass with weights in bfloat16. An accelerator is asked whether it has
+    bfloat16.
     """
     import torch
 
@@ -52,7 +53,7 @@ def choose_precision(
 def choose_dtype(network, batch_size: int, threads: int) -> tuple[str, str]:
     """`bfloat16` where the weights of a network are faster in it, else `float32`, and why.
 
-    The trial has the commonest width of the network's linear layers, and sequences of 64 tokens.
+    The trial uses the most common width of the network's linear layers, and sequences of 64 tokens.
     """
     import torch
 
@@ -68,7 +69,7 @@ def choose_dtype(network, batch_size: int, threads: int) -> tuple[str, str]:
 
 
 def has_instructions() -> bool:
-    """Whether the CPU names instructions for bfloat16; true where the system does not tell, for the trial to decide."""
+    """Whether the CPU has instructions for bfloat16; true if the system does not say, so that the trial decides."""
     if platform.system() != "Linux":
         return True
     flags = Path("/proc/cpuinfo").read_text().split()
@@ -78,7 +79,7 @@ def has_instructions() -> bool:
 def time_block(
     batch_size: int, tokens: int, width: int, heads: int, threads: int, training: bool = True
 ) -> dict[str, float]:
-    """Median seconds of a block by precision, in turns; matrix attention, as on a CPU in bfloat16."""
+    """Median seconds of a block by precision, measured in turns; with eager attention, as on a CPU in bfloat16."""
     import torch
 
     torch.set_num_threads(threads)

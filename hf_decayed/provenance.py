@@ -15,7 +15,7 @@ from . import __version__
 
 
 def sanitized_command(arguments: list[str] | None = None) -> list[str]:
-    """The arguments of the command line without local paths: only the name is kept of a path that leaves this folder."""
+    """The arguments of the command line without local paths: a path outside this folder is reduced to its name."""
     words = []
     for word in sys.argv[1:] if arguments is None else arguments:
         flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
@@ -25,7 +25,7 @@ def sanitized_command(arguments: list[str] | None = None) -> list[str]:
 
 
 def describe_hardware(accelerator: Accelerator) -> str:
-    """Devices of all processes, which are taken to be alike."""
+    """Devices of all processes, which are assumed to be alike."""
     number, device = accelerator.num_processes, accelerator.device
     if device.type == "cpu":
         threads = number * torch.get_num_threads()
@@ -51,7 +51,7 @@ def model_fingerprint(model: torch.nn.Module) -> str:
     unrelated = ("transformers_version", "custom_pipelines", "decode_ratio")
     meaning = {name: value for name, value in config.items() if not name.startswith("_") and name not in unrelated}
     digest.update(json.dumps(meaning, sort_keys=True, default=str).encode())
-    # Neither weights nor config tell of `decay_shortcuts`, whose blocks hold its settings.
+    # Weights and config do not show `decay_shortcuts`; its settings are in the blocks.
     settings = [
         str(vars(module)["decay_settings"]) for module in model.modules() if vars(module).get("decay_settings")
     ]

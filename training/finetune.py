@@ -1,12 +1,12 @@
-"""Fine-tunes an encoder to classify images, all of it trained, after He et al.'s recipe for masked autoencoders.
+"""Fine-tunes a whole encoder for image classification, following He et al.'s recipe for masked autoencoders.
 
     accelerate launch training/finetune.py outputs/mae
     accelerate launch training/finetune.py path/or/repository --recipe imagenet1k_vit_base --dataset_path path/to/imagenet
     accelerate launch training/finetune.py outputs/mae --resume_from_checkpoint latest
 
-MODEL is a pretrained folder or repository of ours, or a ViTMAE one of transformers. Without a data set: the bundled
-images, on a CPU in a minute or two. A recipe is a file in `training/recipes/finetune`; every flag overrides it. The decay of
-the shortcuts and the image processor stay as they were in pretraining.
+MODEL is the folder or repository of a pretrained model, ours or a ViTMAE of transformers. Without a data set, the
+script uses the bundled images, on a CPU in a minute or two. A recipe is a file in `training/recipes/finetune`; flags
+override it. The decay of the shortcuts and the image processor are those of pretraining.
 """
 
 import numpy as np
@@ -56,9 +56,13 @@ def parse_arguments(arguments=None):
     training.add_argument("--num_train_epochs", type=non_negative_float, default=100)
     training.add_argument("--max_train_steps", type=positive_int, help="instead of epochs")
     training.add_argument("--base_learning_rate", type=non_negative_float, default=5e-4, help="per 256 images")
-    training.add_argument("--layer_decay", type=fraction, default=0.65, help="of the learning rate, per layer")
+    training.add_argument(
+        "--layer_decay", type=fraction, default=0.65, help="learning-rate factor per layer below the head"
+    )
     training.add_argument("--warmup_epochs", type=non_negative_float, default=5)
-    training.add_argument("--drop_path", type=fraction, default=0.1, help="in the last layer; rises from 0 with depth")
+    training.add_argument(
+        "--drop_path", type=fraction, default=0.1, help="rate in the last layer; it rises from 0 with depth"
+    )
     parser.set_defaults(weight_decay=0.05)
 
     running = add_run_arguments(parser, "evaluations")
@@ -146,7 +150,7 @@ def main():
 
 
 def load_processor(model: str, config):
-    """The processor of the pretrained model: images are cropped or squeezed as in pretraining. Without one, the default."""
+    """The pretrained model's processor, so images are cropped or squeezed as in pretraining; else the default."""
     try:
         return AutoImageProcessor.from_pretrained(model)
     except OSError:

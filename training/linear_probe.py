@@ -5,9 +5,9 @@
     accelerate launch training/linear_probe.py outputs/mae --augment true --resume_from_checkpoint latest
 
 MODEL is a folder or a repository that `AutoModel` loads, ours or anybody's; it is frozen and in evaluation mode. The
-protocols are the paper's: `mae_imagenet1k` (LARS, batch norm, random crops) and `paper_imagenet100` (AdamW, nothing
-random). Without augmentation, features are computed once and cached; with it, every epoch computes its own. Without a data
-set: the bundled images, on a CPU in a minute or two.
+protocols are the paper's: `mae_imagenet1k` (LARS, batch norm, random crops) and `paper_imagenet100` (AdamW, no
+augmentation). Without augmentation, features are computed once and cached; with it, every epoch computes them anew.
+Without a data set, the script uses the bundled images, on a CPU in a minute or two.
 """
 
 import json
@@ -41,26 +41,28 @@ ENCODER_BATCH = 256  # images; batches of the classifier may be far larger
 def parse_arguments(arguments=None):
     parser = ScriptParser(__file__, __doc__)
     parser.add_argument("model", metavar="MODEL", help="folder or repository")
-    parser.add_argument("--revision", help="of the repository; pin it where its code runs")
+    parser.add_argument("--revision", help="revision of the repository; pin it if its code runs")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     data = add_data_arguments(parser)
     data.add_argument("--max_train_samples", type=positive_int)
     probing = parser.add_argument_group("probing (by default as the protocol has it)")
     probing.add_argument("--protocol", choices=TRAINED, default="paper_imagenet100")
-    probing.add_argument("--feature", help="<layer>.<pooling>; by default last and the model's own pooling")
+    probing.add_argument("--feature", help="<layer>.<pooling>; by default the last layer and the model's own pooling")
     probing.add_argument("--augment", type=boolean)
     probing.add_argument("--epochs", type=positive_int)
     probing.add_argument("--batch_size", type=positive_int)
     probing.add_argument("--learning_rate", type=non_negative_float)
     probing.add_argument("--max_grad_norm", type=positive_float, help="clip gradients to this norm")
-    probing.add_argument("--ema_decay", type=fraction, help="of an average of the classifier, which is evaluated")
+    probing.add_argument(
+        "--ema_decay", type=fraction, help="decay of an EMA of the classifier, which is then evaluated"
+    )
     probing.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"])
     probing.add_argument("--cpu_threads", type=positive_int)
     add_run_arguments(parser, None)
     stopping = parser.add_argument_group(f"cache and stop ({MAY_CHANGE})")
     stopping.add_argument("--features_dir", type=Path, default=Path("outputs/features"), help="cache of features")
     stopping.add_argument("--max_eval_samples", type=positive_int)
-    stopping.add_argument("--max_train_steps", type=positive_int, help="stop there, to continue later")
+    stopping.add_argument("--max_train_steps", type=positive_int, help="stop after this many steps, to resume later")
     options, _ = parser.parse(arguments)
     changes = {name: getattr(options, name) for name in ("augment", "epochs", "batch_size", "learning_rate")}
     protocol = replace(
@@ -143,7 +145,7 @@ def main():
 
 
 def train(options, run, protocol, classifier, encode, feature: str, fingerprint: str, images) -> torch.nn.Module:
-    """The classifier after training on features of randomly cropped images."""
+    """Trains the classifier on features of randomly cropped images; returns the one to evaluate."""
     batch_size = min(protocol.batch_size, len(images)) // run.num_processes * run.num_processes
     run.options.batch_size = batch_size
     run.plan(images, None, protocol.epochs)
@@ -154,7 +156,7 @@ def train(options, run, protocol, classifier, encode, feature: str, fingerprint:
     optimizer = probe_optimizer(classifier, protocol, len(images))
     average, evaluated = run.average(classifier, use_buffers=True)
 
-    # Prepare. Every process takes the same step on the whole batch: the classifier is small, and its batch norm sees all.
+    # Prepare. Every process steps on the whole batch: the classifier is small, and its batch norm sees all images.
     run.track(model=classifier, optimizer=optimizer)
 
     # Resume.

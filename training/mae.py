@@ -5,9 +5,10 @@
     accelerate launch training/mae.py --recipe imagenet1k_vit_base --dataset_path path/to/imagenet --output_dir outputs/base
     accelerate launch training/mae.py --resume_from_checkpoint latest
 
-Without arguments: the recipe `tiny` on coloured views of the bundled garments, on a CPU in a few minutes, and a comparison
-with shipped checkpoints. For images of your own the recipe `photos_small`, with their channels; `photos_medium` and `photos`
-are larger. A recipe is a file in `training/recipes/mae`; every flag given on the command line overrides it.
+Without arguments, the script runs the recipe `tiny` on coloured views of the bundled garments, on a CPU in a few
+minutes, and compares the result with the shipped checkpoints. For your own images it runs `photos_small`, with their
+number of channels; `photos_medium` and `photos` are larger. A recipe is a file in `training/recipes/mae`; flags on the
+command line override it.
 """
 
 import copy
@@ -49,7 +50,7 @@ from hf_decayed.run.optimization import equivalent_groups, set_shortcut_progress
 
 
 SHIPPED = Path(__file__).resolve().parents[1] / "model_cards"
-# Token norms of a healthy encoder stay near the square root of its width; this many times that is the known failure.
+# Token norms of a healthy encoder stay near the square root of its width; beyond this multiple, training has diverged.
 DIVERGED_NORM = 30.0
 # Metrics that are printed at the end, with their titles.
 SUMMARY = {
@@ -68,10 +69,7 @@ def parse_arguments(arguments=None):
     data = add_data_arguments(parser)
     add_image_arguments(data, crop_scale=(0.2, 1.0))
     data.add_argument(
-        "--center_crop",
-        type=boolean,
-        default=False,
-        help="evaluate, and later use the model, on the middle of images, which are otherwise squeezed to a square",
+        "--center_crop", type=boolean, default=False, help="processor center-crops images instead of squeezing them"
     )
     data.add_argument("--streaming", type=boolean, default=False, help="needs --max_train_steps")
 
@@ -91,8 +89,8 @@ def parse_arguments(arguments=None):
         "--keep_function",
         type=boolean,
         default=False,
-        help="with --init_from of a ViTMAE and --shortcut_decay: scale its weights so that the decayed network begins as the "
-        "same function, with silent skips",
+        help="with --init_from (a ViTMAE) and --shortcut_decay: scale weights so that the decayed network starts as "
+        "the same function, with skips that output zero",
     )
 
     training = add_training_arguments(parser, batch_size=1024)
@@ -101,21 +99,21 @@ def parse_arguments(arguments=None):
     training.add_argument(
         "--schedule_steps",
         type=positive_int,
-        help="steps of the whole learning-rate and decay schedule, to train only the beginning of a longer run",
+        help="length of the learning-rate and decay schedules, to train only the beginning of a longer run",
     )
     training.add_argument("--base_learning_rate", type=non_negative_float, default=1.5e-4, help="per 256 images")
     training.add_argument(
-        "--warmup_epochs", type=non_negative_float, default=40, help="for a stream a twentieth of the steps"
+        "--warmup_epochs", type=non_negative_float, default=40, help="for a stream, a twentieth of the steps"
     )
     training.add_argument(
         "--decay_warmup",
         type=fraction,
-        help="fraction of the steps over which shortcuts fall from 1 to their weights; by default, or with 0, they start there",
+        help="fraction of the steps over which shortcuts fall from 1 to their final weights; by default 0",
     )
     training.add_argument(
         "--equivalent_decay",
         type=shortcut_decay,
-        help="train undecayed shortcuts with the learning rates that this decay amounts to under AdamW: a control",
+        help="control: train undecayed shortcuts with the learning rates that this decay is equivalent to under AdamW",
     )
     training.add_argument("--adam_beta1", type=fraction, default=0.9)
     training.add_argument("--adam_beta2", type=fraction, default=0.95)
@@ -129,19 +127,18 @@ def parse_arguments(arguments=None):
         nargs="*",
         default=[],
         metavar="MODEL",
-        help="checkpoints, folders or repositories, that are evaluated beside the result, on the same images; for a recipe, "
-        "names of folders in model_cards",
+        help="models (folders or repositories) to compare with on the same images; in a recipe, names in model_cards",
     )
 
     options, recipe = parser.parse(arguments)
-    # A checkpoint says itself what the model is: then only the command line changes it.
+    # A checkpoint brings its own config, which only the command line may change.
     options.fields = merge_fields(options, {} if options.init_from else recipe.get("fields", {}))
     try:
         DecayedViTMAEConfig.check_field_names(options.fields)
     except ValueError as error:
         parser.error(f"--set: {error}")
     if "decay_warmup" not in parser.named and not can_lower_decay(options):
-        options.decay_warmup = None  # the recipe's is not for this network
+        options.decay_warmup = None  # the recipe's value does not apply to this network
     check_combinations(parser, options)
     if options.compare == recipe.get("compare"):
         options.compare = shipped_checkpoints(options, recipe)
@@ -149,7 +146,7 @@ def parse_arguments(arguments=None):
 
 
 def can_lower_decay(options) -> bool:
-    """Whether the decay may start at 1 and fall: in a network that begins, is not compiled, and has fixed alphas."""
+    """Whether the decay may start at 1 and fall: only in a new, uncompiled network with fixed alphas."""
     has_fixed_alphas = (
         options.fields.get("residual_form", "decay") == "decay"
         and options.fields.get("shortcut_schedule") != "learned"
@@ -226,7 +223,7 @@ def main():
             optimizer, peak_learning_rate * warmup_cosine(run.step + 1, warmup_steps, run.schedule_steps)
         )
         if options.decay_warmup:
-            first_full = round(options.decay_warmup * run.schedule_steps) - 1  # the first step with the whole decay
+            first_full = round(options.decay_warmup * run.schedule_steps) - 1  # the first step with the full decay
             progress = 1.0 if run.step >= first_full else run.step / first_full
             for layers in decayed_layers:
                 set_shortcut_progress(layers, config.shortcut_alphas(), progress)
@@ -295,7 +292,7 @@ def build_model(options, slow_sdpa: bool) -> DecayedViTMAEForPreTraining:
 
 
 def shipped_checkpoints(options, recipe: dict) -> list[str]:
-    """The folders in model_cards that a recipe compares with; none without a clone, or for other images than the recipe's."""
+    """Folders in model_cards that the recipe compares with; none outside a clone, or for images other than its own."""
     names = recipe.get("compare", [])
     same_images = options.dataset_name == recipe.get("dataset_name") and all(
         options.fields.get(name) == recipe["fields"].get(name) for name in ("image_size", "num_channels")
@@ -304,7 +301,7 @@ def shipped_checkpoints(options, recipe: dict) -> list[str]:
 
 
 def load_compared_models(sources: list[str], config) -> dict[str, DecayedViTMAEForPreTraining]:
-    """The checkpoints of --compare by the name of their folder; they must take the images of this run."""
+    """The models of --compare by folder name; they must take images of this run's size and channels."""
     models = {}
     for source in sources:
         with explain_loading_errors(source):
@@ -319,7 +316,7 @@ def load_compared_models(sources: list[str], config) -> dict[str, DecayedViTMAEF
 
 
 def read_images_seen(folder: str) -> dict[str, int]:
-    """How long a model was trained, if its folder says so."""
+    """Number of training images that a model has seen, if its folder records it."""
     try:
         return {"images_seen": json.loads(Path(folder, "results.json").read_text())["images_seen"]}
     except (OSError, ValueError, KeyError):  # a repository, or a model from elsewhere
@@ -327,7 +324,7 @@ def read_images_seen(folder: str) -> dict[str, int]:
 
 
 def decayed_rates(model, equivalent_decay: float | str, weight_decay: float) -> list[dict]:
-    """Parameter groups of a network without decay that learns as one with this decay would."""
+    """Parameter groups with which a network without decay learns as one with this decay would."""
     if model.config.effective_decay() != 1 or model.config.residual_form != "decay":
         raise UserError("--equivalent_decay is for a network without decay: give --shortcut_decay 1.0.")
     config = copy.copy(model.config)
@@ -337,7 +334,7 @@ def decayed_rates(model, equivalent_decay: float | str, weight_decay: float) -> 
 
 
 def load_training_images(options, run, splits, augmentation):
-    """Images for training, and how they are read, in words."""
+    """Training images, and a description of how they are read."""
     if options.streaming:
         images = StreamedImages(splits.train, splits.image_column, augmentation, on_bad_image=options.on_bad_image)
         return images, f"streamed from {images.num_shards} file(s)"
@@ -350,7 +347,7 @@ def load_training_images(options, run, splits, augmentation):
 
 
 def check_norm(norm: float, config, step: int) -> float:
-    """The norm of encoder tokens, with a warning when the network undoes the decay by growing."""
+    """Returns the norm of encoder tokens; warns if the network undoes the decay by growing them."""
     if norm > DIVERGED_NORM * math.sqrt(config.hidden_size):
         warnings.warn(
             f"Step {step + 1}: encoder tokens have norm {norm:.3g}, far above {math.sqrt(config.hidden_size):.3g}. "
@@ -361,7 +358,7 @@ def check_norm(norm: float, config, step: int) -> float:
 
 
 def summary(results: dict) -> str:
-    """Metrics of the run beside those of the models of --compare, of the untrained network and of raw pixels."""
+    """Metrics of the run beside those of the --compare models, the untrained network and raw pixels."""
     pixels, untrained = ({name: results.get(f"{name}_{kind}") for name in SUMMARY} for kind in ("pixels", "untrained"))
     columns = {"this run": results, **results.get("compared", {}), "untrained": untrained, "raw pixels": pixels}
     lines = [" " * 31 + "".join(f"  {label:>12}" for label in columns)]

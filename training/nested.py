@@ -1,13 +1,13 @@
-"""Trains a nested diffusion model, one level after the other or one at a time, and samples from the chain.
+"""Trains a nested diffusion model, all levels in turn or a single one, and samples from the chain.
 
     accelerate launch training/nested.py
     accelerate launch training/nested.py --level 2
     accelerate launch training/nested.py --resume_from_checkpoint latest
 
-Without arguments: the recipe `tiny`, two levels on the bundled Fashion-MNIST images, on a CPU in about six minutes. It leaves
-a pipeline and a picture, whose rows share their top latent and differ below. Levels are trained independently: with
-`--level`, on as many machines as there are levels, in one `--output_dir`; the last to finish puts the chain together. A recipe
-is a file in `training/recipes/nested`; every flag overrides it.
+Without arguments, the script runs the recipe `tiny`: two levels on the bundled Fashion-MNIST images, on a CPU in about
+six minutes. It saves a pipeline and a picture, in which the samples of a row share their top latent. Levels are
+independent: with `--level`, each can be trained on its own machine, with one shared `--output_dir`; the last to finish
+assembles the chain. A recipe is a file in `training/recipes/nested`; flags override it.
 """
 
 import os
@@ -26,20 +26,21 @@ from hf_decayed.run.diffusion import load_diffusion_data
 from hf_decayed.run.nested import level_options, load_finished_levels, load_nested_data, measure_level, save_chain
 
 
-# A thousand noise levels: for pixels those of DDPM, for latents those of Stable Diffusion, as in U-ViT.
+# A thousand noise levels, as in U-ViT: DDPM's for pixels, Stable Diffusion's for latents.
 PIXEL_BETAS = {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
 LATENT_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
-# Fields of the networks that follow from other flags.
+# Config fields that follow from other flags.
 DERIVED_FIELDS = ("condition_levels", "condition_sigmas", "level", "latent_fingerprint")
 
 
 def parse_arguments(arguments=None):
     parser = flags.ScriptParser(__file__, __doc__)
     model, training = flags.add_diffusion_arguments(parser, SIZES, "DPM-Solver++", batch_size=512, ema_decay=0.9999)
-    parser.add_argument("--level", type=positive_int, help="train this one; by default all, the highest first")
+    parser.add_argument("--level", type=positive_int, help="train only this level; by default all, the highest first")
     model.add_argument(
         "--encoder",
-        help="folder or repository of the frozen encoder, with its image processor; or random_projection, of pixels, a control",
+        help="folder or repository of the frozen encoder, with its image processor; or random_projection of pixels, "
+        "a control",
     )
     model.add_argument(
         "--hierarchy",
@@ -50,24 +51,29 @@ def parse_arguments(arguments=None):
         help="latents above level 1, the highest first",
     )
     model.add_argument(
-        "--min_crop_size", type=positive_int, default=64, help="below, the encoder's feature map is used"
+        "--min_crop_size",
+        type=positive_int,
+        default=64,
+        help="levels with smaller crops use the encoder's feature map instead",
     )
     model.add_argument(
-        "--svd_images", type=positive_int, default=50_000, help="that the SVD of the latents is fitted on"
+        "--svd_images", type=positive_int, default=50_000, help="number of images for fitting the SVD of the latents"
     )
     training.add_argument(
         "--sigmas",
         type=non_negative_float,
         nargs="+",
         default=[0.5],
-        help="noise on the latents above, while training: one for all levels, or one for each of --hierarchy",
+        help="training noise on the latents above: one value for all levels, or one for each level of --hierarchy",
     )
-    training.add_argument("--condition_dropout", type=fraction, default=0.1, help="of the latents above, for guidance")
+    training.add_argument(
+        "--condition_dropout", type=fraction, default=0.1, help="dropout of the latents above, for guidance"
+    )
     training.add_argument(
         "--prediction_type",
         choices=["epsilon", "v_prediction", "sample"],
         default="epsilon",
-        help="the noise, the velocity, or the image, which small networks with large patches learn soonest",
+        help="what is predicted: noise, velocity, or the image, which small networks with large patches learn fastest",
     )
     parser.set_defaults(
         max_train_steps=500_000,
@@ -126,7 +132,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     images_and_classes = load_diffusion_data(run, **flags.diffusion_data_arguments(options))
     data = load_nested_data(run, images_and_classes, **latent_arguments(options))
 
-    # Model; before images are encoded, which may take hours, so that a wrong field costs nothing.
+    # Model. Built before images are encoded, which may take hours, so that a wrong field fails early.
     model = NestedUViT2DModel.for_level(data.levels, level, options.size, **network_fields(options, data, level))
     above = load_finished_levels(options.output_dir, range(level + 1, data.num_levels + 1))
     data.encode(run, options.latents_dir, options.horizontal_flip, int(options.memory_limit_gb * 2**30))
@@ -162,7 +168,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     # Loop.
     for batch in run.batches(images):
         run.set_learning_rate(optimizer, options.learning_rate * linear_warmup(run.step + 1, options.warmup_steps))
-        # DDPM: noise at a random level, which belongs to the sample as its noise does.
+        # DDPM: every sample gets a random noise level, keyed by the sample as its noise is.
         timesteps = (batch["uniform"][:, 0] * noise_schedule.config.num_train_timesteps).long()
         noisy = noise_schedule.add_noise(batch["sample"], batch["noise"], timesteps)
         target = batch["noise"]
@@ -170,7 +176,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
             target = noise_schedule.get_velocity(batch["sample"], batch["noise"], timesteps)
         elif options.prediction_type == "sample":
             target = batch["sample"]
-        # The latents above, with noise. One draw drops them and the class, so that the prediction without both, which
+        # Noisy latents above. One draw drops both these and the class, so that the unconditional prediction, which
         # guidance starts from, is trained.
         conditions = [
             clean + sigma * noise

@@ -1,16 +1,17 @@
-"""Judges chains of nested diffusion, and single networks to compare: distances to real images, leakage, use of latents.
+"""Evaluates nested diffusion chains, with single networks for comparison: distances to real images, leakage, latents.
 
     python training/nested_report.py outputs/nested
     python training/nested_report.py outputs/sigma_0 outputs/sigma_0.5 outputs/sigma_1 --single outputs/uvit --output report.json
     python training/nested_report.py --grid nested
 
-For every model: Frechet and kernel distance of samples to training images, with their spread. For every chain: how well an
-image is reconstructed from its own upper latents (held-out images), which says how much they give away; whether samples with
-one top latent are neighbours; kNN accuracy of the top latent; the cost of a step, and the depth of the single network of the
-same cost. Prints tables, with one entry for each seed of a setting, and writes JSON.
+For every model: Frechet and kernel distance between samples and training images, with their spread. For every chain:
+how well held-out images are reconstructed from their own upper latents, which measures leakage; whether samples that
+share a top latent are neighbours; kNN accuracy of the top latent; the cost of a step, and the depth of a single
+network of the same cost. Prints tables, with one entry for each seed of a setting, and writes JSON.
 
-A grid of `training/recipes/sweeps` is trained first, as sweep.py does it. The same command continues where it was stopped:
-runs from their checkpoints, and models that are in the JSON already are not judged again.
+With `--grid`, the runs of a grid in `training/recipes/sweeps` are trained first, as sweep.py does. The same command
+continues where it was stopped: runs resume from their checkpoints, and models already in the JSON are not evaluated
+again.
 """
 
 import argparse
@@ -55,26 +56,30 @@ def parse_arguments(arguments=None):
     parser.add_argument("chains", nargs="*", default=[], metavar="FOLDER", help="pipelines of training/nested.py")
     parser.add_argument("--single", nargs="*", default=[], metavar="FOLDER", help="pipelines of training/uvit.py")
     parser.add_argument(
-        "--grid", help="of runs to train, in outputs/sweep/GRID: nested, nested_encoders, or a YAML file"
+        "--grid", help="grid of runs to train in outputs/sweep/GRID: nested, nested_encoders, or a YAML file"
     )
     parser.add_argument(
         "--only", default="", help="regular expression: train only runs of the grid whose name matches"
     )
-    parser.add_argument("--cpu_threads", type=positive_int, help="of the training processes")
+    parser.add_argument("--cpu_threads", type=positive_int, help="threads of a training process")
     parser.add_argument("--output", type=Path, help="by default outputs/nested_report.json, or GRID.json")
     parser.add_argument(
-        "--picture", type=Path, help="PNG of the first chain: held-out images, and samples with their top latent"
+        "--picture", type=Path, help="PNG of the first chain: held-out images, and samples that share their top latent"
     )
-    parser.add_argument("--num", type=positive_int, default=500, help="samples, and held-out images")
-    parser.add_argument("--num_latents", type=positive_int, default=20, help="top latents, with ten samples each")
+    parser.add_argument("--num", type=positive_int, default=500, help="number of samples, and of held-out images")
+    parser.add_argument(
+        "--num_latents", type=positive_int, default=20, help="number of top latents, with ten samples each"
+    )
     parser.add_argument("--sample_steps", type=positive_int, default=20)
-    parser.add_argument("--guidance_scale", type=non_negative_float, default=1.0, help="of all levels; 1 is none")
+    parser.add_argument(
+        "--guidance_scale", type=non_negative_float, default=1.0, help="guidance of all levels; 1 is none"
+    )
     parser.add_argument(
         "--feature_net",
         dest="feature_nets",
         nargs="+",
         default=["pixels"],
-        help="pixels, or encoders that AutoModel loads; the first is that of neighbours",
+        help="pixels, or encoders that AutoModel loads; the first one is used to find neighbours",
     )
     parser.add_argument("--seed", type=non_negative_int, default=0)
     add_data_arguments(parser)
@@ -91,7 +96,7 @@ def parse_arguments(arguments=None):
 
 
 def train_grid(options: argparse.Namespace) -> None:
-    """Trains the runs of the grid that are not finished, and adds the folders of all finished ones to those to judge."""
+    """Trains the unfinished runs of the grid, and adds the folders of all finished runs to those to evaluate."""
     folders = default_output_dir(options.grid)
     flags = format_flags({"cpu_threads": options.cpu_threads} if options.cpu_threads else {})
     for number, run in enumerate(options.runs, 1):
@@ -105,7 +110,7 @@ def train_grid(options: argparse.Namespace) -> None:
 
 
 def draw_samples(pipeline, number: int, seed: int, guidance: dict, steps: int) -> torch.Tensor:
-    """Samples in [0, 1]; of the classes in turn, where there are classes."""
+    """Samples in [0, 1], taking the classes in turn if there are any."""
     classes = pipeline.unet.config.num_classes
     name = "num_images" if hasattr(pipeline, "networks") else "batch_size"
     images = []
@@ -117,7 +122,7 @@ def draw_samples(pipeline, number: int, seed: int, guidance: dict, steps: int) -
 
 
 def judge_chain(pipeline, options, held_out: torch.Tensor, encode) -> dict:
-    """What is particular to a chain: leakage, neighbours, cost."""
+    """Metrics that only chains have: leakage, neighbours, cost."""
     settings = {"num_inference_steps": options.sample_steps}
     guidance = {"guidance_weights": max(1.0, options.guidance_scale)}
     depth, macs = equal_mac_depth(pipeline)
@@ -141,7 +146,7 @@ def judge_chain(pipeline, options, held_out: torch.Tensor, encode) -> dict:
 
 
 def draw_variations(pipeline, images: torch.Tensor, path: Path, seed: int, steps: int, rows: int = 6) -> None:
-    """A picture with an image at the start of every row, followed by samples that have its top latent."""
+    """Saves a picture: every row has an image, followed by samples that share its top latent."""
     titles = ["image", *["variation"] * 6]
     chosen = images[:: max(1, len(images) // rows)][:rows]
     samples = pipeline.vary(
@@ -157,7 +162,7 @@ def draw_variations(pipeline, images: torch.Tensor, path: Path, seed: int, steps
 
 
 def latent_knn_accuracy(latent_encoder, splits, number: int) -> float | None:
-    """kNN accuracy of the top latents of held-out images among those of four times as many training images."""
+    """kNN accuracy of the top latents of held-out images, with a bank of four times as many training images."""
     if splits.label_column is None:
         return None
     config, features = latent_encoder.config, []
@@ -170,16 +175,16 @@ def latent_knn_accuracy(latent_encoder, splits, number: int) -> float | None:
 
 
 def training_record(folder: str, is_chain: bool) -> dict:
-    """What the results of the training run say of it."""
+    """Seed, steps and command of the training run; for a chain also its encoder."""
     results = read_json(Path(folder) / "results.json")
     record = {name: results[name] for name in ("seed", "steps", "command")}
     return {**record, "encoder": results["latents"]["encoder"]} if is_chain else record
 
 
 def format_report(report: dict) -> dict[str, str]:
-    """Markdown tables by name: `distances` of all models, and of chains what is in their `latents`.
+    """Markdown tables by name: `distances` of all models, and `latents` of the chains.
 
-    Cells have one entry for each model of a setting, which differ in their seed.
+    A cell has one entry for each model of a setting; these models differ only in their seed.
     """
     groups = defaultdict(list)
     for record in report["results"].values():
@@ -211,14 +216,14 @@ def format_report(report: dict) -> dict[str, str]:
 
 
 def setting_name(record: dict) -> str:
-    """Models with the same name differ in their seed alone."""
+    """Name of a model's setting: models with the same name differ only in their seed."""
     if "sigmas" in record:
         return f"chain, {record['encoder']}, sigma {', '.join(f'{sigma:g}' for sigma in record['sigmas'])}"
     return "one network" if "steps" in record else "held-out images"
 
 
 def read_finished(path: Path, header: dict) -> dict:
-    """Results of an earlier call with the same settings, by name; none if there is no such file."""
+    """Results of an earlier call with the same settings, by name; empty if there are none."""
     report = read_json(path) if path.exists() else {}
     same = all(report.get(name) == value for name, value in header.items() if name != "command")
     return report["results"] if report and same else {}

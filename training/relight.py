@@ -1,13 +1,13 @@
-"""Trains latent intrinsics to relight: one scene under two lights, and the image of the second from the scene of the first.
+"""Trains latent intrinsics for relighting: of two images of a scene, the first is relit with the light of the second.
 
     accelerate launch training/relight.py
     accelerate launch training/relight.py --shadows true --highlights true
     accelerate launch training/relight.py --recipe multi_illumination --scenes_path path/to/multi_illumination_train_mip2_jpg
     accelerate launch training/relight.py --resume_from_checkpoint latest
 
-Without arguments: the recipe `tiny` on procedural scenes of 64 pixels, on a CPU in about six minutes; it leaves a pipeline and
-a picture. A folder of scenes has one folder per scene, and in it one image per light. A recipe is a file in
-`training/recipes/relight`; every flag overrides it.
+Without arguments, the script runs the recipe `tiny` on procedural scenes of 64 pixels, on a CPU in about six minutes,
+and saves a pipeline and a picture. A folder of scenes has one folder per scene, with one image per light. A recipe is
+a file in `training/recipes/relight`; flags override it.
 """
 
 import torch
@@ -36,17 +36,19 @@ def parse_arguments(arguments=None):
     data = parser.add_argument_group("data (by default procedural scenes)")
     data.add_argument("--scenes_path", help="folder with one folder per scene and one image per light")
     data.add_argument("--image_size", type=positive_int, default=256, help="height and width of crops or scenes")
-    data.add_argument("--num_scenes", type=positive_int, default=300, help="procedural ones, for training")
-    data.add_argument("--num_lights", type=positive_int, default=8, help="procedural ones, shared by all scenes")
-    data.add_argument("--shadows", type=boolean, default=False, help="of procedural scenes")
-    data.add_argument("--highlights", type=boolean, default=False, help="of procedural scenes")
-    data.add_argument("--crop_scale", type=positive_fraction, nargs=2, default=[0.2, 1.0], help="range of areas")
+    data.add_argument("--num_scenes", type=positive_int, default=300, help="number of procedural scenes for training")
+    data.add_argument(
+        "--num_lights", type=positive_int, default=8, help="number of procedural lights, shared by all scenes"
+    )
+    data.add_argument("--shadows", type=boolean, default=False, help="render shadows in procedural scenes")
+    data.add_argument("--highlights", type=boolean, default=False, help="render highlights in procedural scenes")
+    data.add_argument("--crop_scale", type=positive_fraction, nargs=2, default=[0.2, 1.0], help="range of crop areas")
     data.add_argument("--horizontal_flip", type=boolean, default=True)
-    data.add_argument("--pairs_per_scene", type=positive_int, default=1, help="in one epoch")
+    data.add_argument("--pairs_per_scene", type=positive_int, default=1, help="image pairs of a scene in one epoch")
 
     model = parser.add_argument_group("model")
     model.add_argument("--size", choices=list(SIZES), default="base", help="`base` is the dissertation's")
-    model.add_argument("--prior", metavar="FOLDER", help="frozen MAE whose dense features the network takes as well")
+    model.add_argument("--prior", metavar="FOLDER", help="frozen MAE whose dense features are an additional input")
     flags.add_field_argument(model)
 
     training = flags.add_training_arguments(parser, batch_size=256, ema_decay=0.999)
@@ -54,17 +56,34 @@ def parse_arguments(arguments=None):
     training.add_argument("--learning_rate", type=non_negative_float, default=2e-4, help="constant after the warm-up")
     training.add_argument("--warmup_steps", type=non_negative_int, default=0)
     training.add_argument(
-        "--noise_fraction", type=fraction, default=0.5, help="of the steps, with noise on the images"
+        "--noise_fraction", type=fraction, default=0.5, help="fraction of the steps with noise on the images"
     )
-    training.add_argument("--invariance_weight", type=non_negative_float, default=0.1, help="maps of two lights alike")
+    training.add_argument(
+        "--invariance_weight",
+        type=non_negative_float,
+        default=0.1,
+        help="weight of the loss that makes the maps of two lights alike",
+    )
     training.add_argument("--invariance_form", choices=["cosine", "distance"], default="cosine")
-    training.add_argument("--intrinsic_weight", type=non_negative_float, default=1e-4, help="spread of the maps")
-    training.add_argument("--extrinsic_weight", type=non_negative_float, default=1e-4, help="spread of light codes")
-    training.add_argument("--extrinsic_target", choices=["own", "max"], default="own", help="spread of light codes")
+    training.add_argument(
+        "--intrinsic_weight",
+        type=non_negative_float,
+        default=1e-4,
+        help="weight of the loss on the spread of the maps",
+    )
+    training.add_argument(
+        "--extrinsic_weight",
+        type=non_negative_float,
+        default=1e-4,
+        help="weight of the loss on the spread of light codes",
+    )
+    training.add_argument(
+        "--extrinsic_target", choices=["own", "max"], default="own", help="target spread of light codes"
+    )
     parser.set_defaults(weight_decay=1e-2)
 
     running = flags.add_run_arguments(parser, "pictures and errors")
-    running.add_argument("--eval_examples", type=positive_int, default=32, help="held-out images that are relit")
+    running.add_argument("--eval_examples", type=positive_int, default=32, help="number of held-out images to relight")
     running.add_argument(
         "--num_workers",
         type=non_negative_int,
@@ -90,7 +109,7 @@ def parse_arguments(arguments=None):
 
 
 def noise_sigma(draws: torch.Tensor, step: int, noise_steps: int) -> torch.Tensor:
-    """Deviation of the noise on each pair of images, log-normal as in the release; 0 after the warm-up with noise."""
+    """Standard deviation of the noise on each pair of images, log-normal as in the release; 0 after `noise_steps`."""
     sigma = torch.exp(1.2 * draws - 1.2) * (step < noise_steps)
     return sigma.view(-1, 1, 1, 1)
 
@@ -139,7 +158,7 @@ def main():
     # Loop.
     for batch in run.batches(images):
         run.set_learning_rate(optimizer, options.learning_rate * linear_warmup(run.step + 1, options.warmup_steps))
-        # Both images of a pair get noise of one strength, each its own.
+        # Both images of a pair get noise of the same strength, drawn independently.
         sigma = noise_sigma(batch["sigma_draws"], run.step, noise_steps)
         noisy = torch.cat(
             [batch["pixel_values"] + sigma * batch["noise"], batch["target_values"] + sigma * batch["target_noise"]]

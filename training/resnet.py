@@ -1,12 +1,13 @@
-"""Trains a residual network with decayed shortcuts to classify images, and follows the rank of its features.
+"""Trains a residual network with decayed shortcuts to classify images, and tracks the rank of its features.
 
     accelerate launch training/resnet.py
     accelerate launch training/resnet.py --shortcut_decay 1.0 --num_blocks 12
     accelerate launch training/resnet.py --recipe imagenet100 --dataset_path path/to/imagenet100
     accelerate launch training/resnet.py --resume_from_checkpoint latest
 
-Without a data set: the bundled images, on a CPU in a minute or two. A recipe is a file in `training/recipes/resnet`; every
-flag overrides it. The paper's study (its appendix B.2), depths and decays in one command: `training/sweep.py resnet_rank`.
+Without a data set, the script uses the bundled images, on a CPU in a minute or two. A recipe is a file in
+`training/recipes/resnet`; flags override it. The paper's study over depths and decays (appendix B.2) is one command:
+`training/sweep.py resnet_rank`.
 """
 
 import torch
@@ -43,7 +44,7 @@ def parse_arguments(arguments=None):
     model = parser.add_argument_group("model")
     model.add_argument("--shortcut_decay", type=fraction, help="by default the recipe's, or 0.7")
     model.add_argument(
-        "--num_blocks", type=positive_int, default=8, help="8 is ResNet-18; more repeat those of its third stage"
+        "--num_blocks", type=positive_int, default=8, help="8 is ResNet-18; further blocks extend its third stage"
     )
     add_field_argument(model)
 

@@ -1,11 +1,12 @@
-"""Trains a SiT with decayed shortcuts, the velocity of a flow from noise to images, and samples from it.
+"""Trains a SiT with decayed shortcuts to predict the velocity of a flow from noise to images, and samples from it.
 
     accelerate launch training/sit.py
     accelerate launch training/sit.py --size S --patch_size 2 --shortcut_decay 1.0 --set encoder_decoder_skips=false
     accelerate launch training/sit.py --resume_from_checkpoint latest
 
-Without arguments: the recipe `tiny` on the bundled Fashion-MNIST images, on a CPU in about five minutes; it leaves a
-pipeline and a picture of samples. A recipe is a file in `training/recipes/sit`; every flag overrides it.
+Without arguments, the script runs the recipe `tiny` on the bundled Fashion-MNIST images, on a CPU in about five
+minutes, and saves a pipeline and a picture of samples. A recipe is a file in `training/recipes/sit`; flags override
+it.
 """
 
 import torch
@@ -35,7 +36,7 @@ def main():
     # Data.
     data = load_diffusion_data(run, **flags.diffusion_data_arguments(options))
 
-    # Model; before images are encoded, which may take hours, so that a wrong field costs nothing.
+    # Model. Built before images are encoded, which may take hours, so that a wrong field fails early.
     size = f"{options.size}/{options.patch_size}"
     model = DecayedSiTTransformer2DModel.from_size(size, **{**options.fields, **data.model_fields()})
     images = data.images(run, **flags.diffusion_image_arguments(options))

@@ -4,9 +4,9 @@
     python training/structural_gan_report.py --data coloured --seeds 0 --only hinge
     python training/structural_gan_report.py --report
 
-Runs the full objective, its moments alone, and hinge loss with the same smoothness penalty, each with the same networks, data
-and steps. The same command continues where it was stopped. The results of every run go to
-`model_cards/results/structural_gan`; `--report` prints the tables of what is there, as docs/structural_gan.md has them.
+Trains with the full objective, its moments alone, and hinge loss with the same smoothness penalty, each with the same
+networks, data and steps. The same command continues where it was stopped. The results of every run go to
+`model_cards/results/structural_gan`; `--report` prints their tables, as in docs/structural_gan.md.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
 
 
 def train(data: str, objective: str, seed: int, output_dir: Path) -> None:
-    """One run, unless its results are there; keeps results and samples."""
+    """Trains one run unless its results exist; copies its results and samples to `RESULTS`."""
     name = f"{data}-{objective}-seed{seed}"
     flags = [*FLAGS, *DATA[data], *OBJECTIVES[objective], "--seed", str(seed)]
     record = RESULTS / f"{name}.json"
@@ -91,9 +91,9 @@ def read_results(data: str) -> dict[str, list[dict]]:
 
 
 def table(data: str) -> str:
-    """A table in Markdown: means over seeds, and standard deviations where there are several."""
+    """Markdown table: means over seeds, with standard deviations if there are several."""
     results = read_results(data)
-    # An untrained discriminator has the full objective's embedding, so those of the same seeds; pixels have no seed.
+    # The untrained discriminators are those of the full objective's runs; pixels do not depend on the seed.
     runs = {**results, "untrained": results["full"], "pixels": results["full"][:1]}
     distance = next(name for name in results["full"][0] if name.startswith("frechet_pixels"))
     titles = ["", "seeds", *COLUMNS.values(), "distance of samples"]
@@ -112,7 +112,7 @@ def table(data: str) -> str:
 
 
 def seed_table(data: str) -> str:
-    """A table in Markdown: in how many seeds one row of [`table`] is above another."""
+    """Markdown table: in how many seeds one row of [`table`] is above another."""
     results = read_results(data)
     runs = {**results, "untrained": results["full"], "pixels": results["full"]}
     lines = ["| seeds | " + " | ".join(COLUMNS.values()) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
@@ -131,7 +131,7 @@ def seed_table(data: str) -> str:
 
 
 def average(values: list[float]) -> str:
-    """Mean and standard deviation; nothing of no values."""
+    """Mean and standard deviation; empty without values."""
     if not values:
         return ""
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
@@ -141,7 +141,7 @@ def average(values: list[float]) -> str:
 def main(arguments=None) -> None:
     options = parse_arguments(arguments)
     if not options.report:
-        for seed in options.seeds:  # the outer loop: an unfinished comparison has every run once
+        for seed in options.seeds:  # outermost, so that an unfinished comparison has every setting once
             for data in options.data:
                 for objective in options.only:
                     train(data, objective, seed, options.output_dir)

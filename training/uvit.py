@@ -4,8 +4,9 @@
     accelerate launch training/uvit.py --recipe cifar100_small --dataset_name uoft-cs/cifar100 --label_column_name fine_label
     accelerate launch training/uvit.py --resume_from_checkpoint latest
 
-Without arguments: the recipe `tiny` on the bundled Fashion-MNIST images, on a CPU in about five minutes; it leaves a
-pipeline and a picture of samples. A recipe is a file in `training/recipes/uvit`; every flag overrides it.
+Without arguments, the script runs the recipe `tiny` on the bundled Fashion-MNIST images, on a CPU in about five
+minutes, and saves a pipeline and a picture of samples. A recipe is a file in `training/recipes/uvit`; flags override
+it.
 """
 
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
@@ -18,7 +19,7 @@ from hf_decayed.run import arguments as flags
 from hf_decayed.run.diffusion import finish_diffusion, load_diffusion_data
 
 
-# A thousand noise levels: for pixels those of DDPM, for latents those of Stable Diffusion, as in U-ViT.
+# A thousand noise levels, as in U-ViT: DDPM's for pixels, Stable Diffusion's for latents.
 PIXEL_BETAS = {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
 LATENT_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 
@@ -30,7 +31,7 @@ def parse_arguments(arguments=None):
         "--prediction_type",
         choices=["epsilon", "v_prediction", "sample"],
         default="epsilon",
-        help="the noise, the velocity, or the image, which small networks with large patches learn soonest",
+        help="what is predicted: noise, velocity, or the image, which small networks with large patches learn fastest",
     )
     parser.set_defaults(
         max_train_steps=500_000, learning_rate=2e-4, warmup_steps=2500, weight_decay=0.03, adam_beta1=0.99
@@ -45,7 +46,7 @@ def main():
     # Data.
     data = load_diffusion_data(run, **flags.diffusion_data_arguments(options))
 
-    # Model; before images are encoded, which may take hours, so that a wrong field costs nothing.
+    # Model. Built before images are encoded, which may take hours, so that a wrong field fails early.
     model = DecayedUViT2DModel.from_size(options.size, **{**options.fields, **data.model_fields()})
     images = data.images(run, **flags.diffusion_image_arguments(options))
     run.plan(images, options.max_train_steps)
@@ -73,7 +74,7 @@ def main():
     # Loop.
     for batch in run.batches(images):
         run.set_learning_rate(optimizer, options.learning_rate * linear_warmup(run.step + 1, options.warmup_steps))
-        # DDPM: noise at a random level, which belongs to the sample as its noise does.
+        # DDPM: every sample gets a random noise level, keyed by the sample as its noise is.
         timesteps = (batch["uniform"][:, 0] * noise_schedule.config.num_train_timesteps).long()
         noisy = noise_schedule.add_noise(batch["pixel_values"], batch["noise"], timesteps)
         target = batch["noise"]

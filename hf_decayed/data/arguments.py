@@ -5,34 +5,40 @@ import argparse
 from ..command_line import non_negative_int
 
 
-# In the titles of argument groups whose flags are not part of what a training run is: a resumed run may change them.
+# In the titles of argument groups whose flags do not define a training run: a resumed run may change them.
 MAY_CHANGE = "may change on resume"
 
 
 def add_data_arguments(parser: argparse.ArgumentParser):
-    """Flags of the data set, for [`data_arguments`]; returns the group, for a script's own flags."""
+    """Adds the flags of the data set, for [`data_arguments`]; returns the group, for a script's own flags."""
     data = parser.add_argument_group("data (by default the bundled images)")
     data.add_argument(
         "--dataset_name",
-        help="data set on the Hub; bundled, bundled:coloured or bundled:textured for procedural views",
+        help="data set on the Hub, or bundled; bundled:coloured and bundled:textured are procedural views",
     )
     data.add_argument("--dataset_config", help="configuration of the data set")
     data.add_argument("--train_split", default="train")
     data.add_argument(
         "--eval_split",
-        help="held-out split; by default validation, val or test, whichever comes first; `held_out` is one in ten of the "
-        "training images, to choose settings by without a look at the others",
+        help="held-out split; by default the first of validation, val and test; `held_out` takes one in ten of the "
+        "training images, to choose settings without using the evaluation split",
     )
     data.add_argument("--image_column_name", help="by default the only column of images")
     data.add_argument("--label_column_name", help="by default the only column of class labels")
-    data.add_argument("--on_bad_image", choices=["stop", "skip"], default="stop", help="that cannot be decoded")
+    data.add_argument(
+        "--on_bad_image",
+        choices=["stop", "skip"],
+        default="stop",
+        help="what to do with an image that cannot be decoded",
+    )
     storage = parser.add_argument_group(f"data storage ({MAY_CHANGE})")
     storage.add_argument("--dataset_path", help="folder of images, or parquet, arrow, WebDataset tar files")
     storage.add_argument("--mask_column_name", help="by default the column mask, segmentation or annotation")
     storage.add_argument(
         "--num_workers",
         type=non_negative_int,
-        help="processes that decode images not held in memory; by default the cores that the model leaves free, 4 for a stream",
+        help="processes that decode images not held in memory; by default the cores that the model leaves free, or 4 "
+        "for a stream",
     )
     return data
 

@@ -1,4 +1,4 @@
-"""What fine-tuning does to images besides cropping them: RandAugment, mixup, CutMix, random erasing.
+"""Augmentation for fine-tuning besides crops: RandAugment, mixup, CutMix, random erasing.
 
 Written out because the usual libraries for it (torchvision, timm) would be needed for nothing else, and draw from global
 state: here every draw comes from a generator that belongs to the sample or to the step.
@@ -21,9 +21,9 @@ def rand_augment(
     """RandAugment (Cubuk et al., 2020) as masked autoencoders are fine-tuned with it.
 
     Args:
-        magnitude (`float`, defaults to 9): Strength out of 10; each operation's is drawn with a deviation of 0.5 round it.
-        num_operations (`int`, defaults to 2): Operations drawn for an image, each of which is carried out half the time.
-        fill (`int` or `tuple`): What comes in at the sides when an image is moved, per channel.
+        magnitude (`float`, defaults to 9): Strength out of 10; each operation draws its own, with a deviation of 0.5.
+        num_operations (`int`, defaults to 2): Operations drawn per image; each is applied half the time.
+        fill (`int` or `tuple`): Value per channel that fills the gaps when an image is moved.
     """
     for _ in range(num_operations):
         name = OPERATIONS[generator.integers(len(OPERATIONS))]
@@ -45,7 +45,7 @@ def apply_operation(image: Image.Image, name: str, strength: float, signed: floa
     if name in ("autocontrast", "equalize", "invert"):
         return getattr(ImageOps, name)(image)
     if name == "posterize":
-        # Four bits are the mildest: more cannot be told from none.
+        # Four bits are the mildest setting: more bits look like no change.
         return ImageOps.posterize(image, max(1, 4 - int(4 * strength))) if strength > 0 else image
     if name == "solarize":
         return ImageOps.solarize(image, 256 - int(256 * strength))
@@ -78,8 +78,8 @@ def mixup_cutmix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch blended with itself in reverse order, and its soft labels `(batch, num_classes)`.
 
-    Half of the batches are blended (Zhang et al., 2018), half have a box pasted in (Yun et al., 2019), each in a share
-    drawn from Beta(a, a) with a as given; 0 turns one off, and with both off only labels change.
+    Half of the batches use mixup (Zhang et al., 2018), half CutMix (Yun et al., 2019). The share is drawn from Beta(a,
+    a), where a is `mixup` or `cutmix`; 0 turns one off, and with both off only labels change.
     """
     targets = torch.full((len(labels), num_classes), label_smoothing / num_classes, device=images.device)
     targets.scatter_(1, labels.unsqueeze(1), 1.0 - label_smoothing + label_smoothing / num_classes)
@@ -102,7 +102,7 @@ def mixup_cutmix(
 
 
 def random_erasing(images: torch.Tensor, probability: float, generator: np.random.Generator) -> torch.Tensor:
-    """Noise in a random box of some of the images (Zhong et al., 2020): 2 to 33 per cent of the area."""
+    """Fills a random box in some of the images with noise (Zhong et al., 2020): 2 to 33 per cent of the area."""
     images = images.clone()
     height, width = images.shape[2:]
     for index in range(len(images)):

@@ -23,8 +23,8 @@ from .transforms import Augmentation
 class TrainingImages(torch.utils.data.Dataset):
     """Augmented images by `(epoch, index)`: held in memory when they are of one size and fit, else decoded on demand.
 
-    With a `label_column`, batches hold `labels` too. With `views`, what is augmented is a new view of an original in every
-    epoch, and `dataset` is not read; originals are always held in memory.
+    With a `label_column`, batches hold `labels` too. With `views`, every epoch augments a new view of each original,
+    and `dataset` is not read; originals are always held in memory.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TrainingImages(torch.utils.data.Dataset):
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
     def fingerprint(self) -> str:
-        """Of all pixels when they are in memory, else of the number of images and some of their files."""
+        """Hash of all pixels if they are in memory, else of the number of images and some of their files."""
         if self.memory is None:
             return rows_fingerprint(self.dataset, self.image_column)
         views = b"" if self.views is None else self.views.identity.encode()
@@ -148,7 +148,7 @@ class AdversarialImages(TrainingImages):
     """Training images with the random numbers of a step of a GAN.
 
     `latents` are `(batch, 2, latent_dim)`, for the discriminator's update and for the generator's; `directions` are
-    `(batch, 2, projection_size)`, where power iterations start for a real and for a generated image.
+    `(batch, 2, projection_size)`, the starts of power iterations for a real and for a generated image.
     """
 
     def __init__(self, *arguments, latent_dim: int, projection_size: int, **settings):
@@ -167,8 +167,8 @@ class AdversarialImages(TrainingImages):
 class StreamedImages(torch.utils.data.IterableDataset):
     """Images from a stream, epoch after epoch, each epoch shuffled by a buffer with its own seed.
 
-    The order is as random as the buffer is large, and depends on the number of workers. Random numbers are keyed by epoch
-    and position in the stream.
+    A larger buffer makes the order more random; the order also depends on the number of workers. Random numbers are
+    keyed by epoch and position in the stream.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class StreamedImages(torch.utils.data.IterableDataset):
 
     @property
     def num_shards(self) -> int:
-        """Workers beyond this number would have nothing to read."""
+        """Number of shards; workers beyond it would have nothing to read."""
         return self.dataset.num_shards
 
     def __iter__(self):
@@ -223,7 +223,7 @@ def identity_collate(batch):
 class EpochBatchSampler(torch.utils.data.Sampler):
     """Global batches of `(epoch, index)` from any step on, each epoch in its own order.
 
-    With `parts`, a batch comes as so many micro-batches: accumulating gradients does not change the order.
+    With `parts`, a batch is split into that many micro-batches: accumulating gradients does not change the order.
     """
 
     def __init__(self, num_samples: int, batch_size: int, seed: int, first_step: int, last_step: int, parts: int = 1):

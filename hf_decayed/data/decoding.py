@@ -1,4 +1,4 @@
-"""From an image file of any kind to pixels."""
+"""Decoding of image files of any kind to pixels."""
 
 import io
 from collections.abc import Callable
@@ -20,9 +20,10 @@ def decode_image(
     on_bad_image: str = "stop",
     decode: Callable[[Image.Image, int], Any] = to_pixels,
 ) -> Any:
-    """Pixels of an undecoded image; one that cannot be read is an error that names it, or `None` where it may be skipped.
+    """Decodes an image; one that cannot be decoded raises an error that names it, or is `None` if it may be skipped.
 
-    `decode` takes an image whose header alone was read, and the number of channels; by default it returns all pixels.
+    `decode` takes an opened image, whose pixels are not read yet, and the number of channels; by default it returns
+    all pixels.
     """
     if num_channels not in (1, 3):
         raise DataError(f"Images have 1 channel (grey) or 3 (RGB); the model takes {num_channels}.")
@@ -37,12 +38,12 @@ def decode_image(
 
 
 def image_name(record: dict, index: int) -> str:
-    """What an error calls an undecoded image: its file, if it has one, and its row."""
+    """Name of an undecoded image in errors: its file, if it has one, and its row."""
     return f"'{Path(record['path']).name}' (row {index})" if record.get("path") else f"in row {index}"
 
 
 def open_image(record: dict) -> Image.Image:
-    """An undecoded image as Pillow opens it: its pixels are read when they are asked for."""
+    """Opens an undecoded image with Pillow, which reads the pixels lazily."""
     content = read_content(record)
     return ImageFeature().decode_example(record) if content is None else Image.open(io.BytesIO(content))
 
@@ -61,18 +62,18 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def orientation(image: Image.Image) -> int:
-    """How the EXIF data says that the image lies, 1 to 8; 1 is upright."""
+    """EXIF orientation of the image, 1 to 8; 1 is upright."""
     return image.getexif().get(ExifTags.Base.Orientation, 1)
 
 
 def decode_reduced(
     image: Image.Image, num_channels: int, box: np.ndarray, size: tuple[int, int]
 ) -> tuple[Image.Image, np.ndarray, int]:
-    """An opened image in mode L or RGB, at the scale that a box `(top, left, height, width)` of it needs to become `size`.
+    """Decodes an opened image to L or RGB, at the scale that a `(top, left, height, width)` box needs to have `size`.
 
-    A JPEG is decoded at 1/2, 1/4 or 1/8 where the box is so much larger than `size`: a reduced pixel is about the mean of a
-    square of pixels, and the inverse transform of high frequencies is saved. Other formats are decoded whole. Returns the image,
-    the box in its pixels, and the factor.
+    A JPEG is decoded at 1/2, 1/4 or 1/8 if the box is that much larger than `size`: a reduced pixel is about the mean
+    of a square of pixels, and the inverse transform skips high frequencies. Other formats are decoded at full size.
+    Returns the image, the box in its pixels, and the factor.
     """
     (height, width), lies = upright_size(image), orientation(image)
     stored_width, stored_height = image.size
@@ -81,7 +82,7 @@ def decode_reduced(
     if image.size == (stored_width, stored_height):
         factor = 1
     image = to_plain_image(image, num_channels)
-    # Sides that are no multiple of the factor are padded, at the right and the bottom of what the file stores.
+    # Sides that are not a multiple of the factor are padded, at the right and the bottom of the stored image.
     padding_top = image.height * factor - height if lies in (3, 4, 7, 8) else 0
     padding_left = image.width * factor - width if lies in (2, 3, 6, 7) else 0
     return image, (box + np.array([padding_top, padding_left, 0, 0])) / factor, factor

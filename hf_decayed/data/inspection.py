@@ -29,9 +29,9 @@ class ImageKind:
 
 
 def inspect_images(dataset: Dataset | IterableDataset, image_column: str) -> ImageKind | None:
-    """Looks at 16 images, evenly spaced, of a stream the first; those that cannot be decoded are left out. `None` if all.
+    """Inspects 16 evenly spaced images, or the first of a stream; `None` if none of them can be decoded.
 
-    RGB files without colours count as grey.
+    Images that cannot be decoded are left out. RGB files without colours count as grey.
     """
     rows = dataset.select_columns(image_column).cast_column(image_column, ImageFeature(decode=False))
     if isinstance(rows, IterableDataset):

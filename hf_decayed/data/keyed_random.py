@@ -14,5 +14,5 @@ def batch_generator(seed: int, step: int, part: int, process: int) -> np.random.
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of generated image `index`: one number for two, so that neighbouring seeds share no images."""
+    """The seed of generated image `index`: a hash of both numbers, so that neighbouring seeds share no images."""
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)

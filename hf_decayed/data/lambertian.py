@@ -1,12 +1,12 @@
-"""Procedural scenes under known lights: matte surfaces, of which albedo, normals and lights are exactly known.
+"""Procedural scenes under known lights: matte surfaces whose albedo, normals and lights are known exactly.
 
     image = albedo * (ambient + max(0, normals . direction) * colour)
 
 >>> scenes = LambertianScenes(num_scenes=300, num_lights=8, size=64)
 >>> scenes.images([17], [3])  # scene 17 under light 3, linear and not clipped: (1, 3, 64, 64)
 
-Scene and light are drawn from the seed and their index alone. All scenes share one set of lights, so that the light of one
-scene can be asked of another.
+A scene or light depends only on the seed and its index. All scenes share one set of lights, so that a scene can be
+relit with the light of another.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import torch
 from .keyed_random import sample_generator
 
 
-VERSION = 2  # part of fingerprints: it rises when the same index gives another scene
+VERSION = 2  # part of fingerprints; increases when the same index gives another scene
 SCENE_STREAM, LIGHT_STREAM = 4, 5  # of `sample_generator`
 CELLS = (4, 9)  # regions of one albedo on the ground, from and to
 DOMES, RADIUS, FLATNESS = (5, 10), (0.1, 0.26), (0.6, 1.0)  # number, radius in picture widths, height over radius
@@ -43,9 +43,9 @@ class LambertianScenes:
     is lit from the left looks like a hill that is lit from the right.
 
     Args:
-        num_scenes, num_lights (`int`): How many there are; lights are the same for all scenes.
+        num_scenes, num_lights (`int`): Number of scenes and lights; lights are the same for all scenes.
         size (`int`, defaults to 64): Height and width in pixels.
-        seed (`int`, defaults to 0): Of scenes and lights.
+        seed (`int`, defaults to 0): Seed of scenes and lights.
         shadows (`bool`, defaults to `False`): Surfaces cast shadows on each other.
         highlights (`bool`, defaults to `False`): Surfaces shine, which no albedo explains.
         first_scene (`int`, defaults to 0): Index of the first scene, so that held-out scenes differ from those of training.
@@ -145,10 +145,10 @@ class LambertianScenes:
 
 
 def is_lit(height: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-    """Where no higher ground stands between the surface and the light: a march over the height field, in whole pixels."""
+    """Where no higher ground blocks the light: a ray march over the height field, in whole pixels."""
     size = len(height)
     across = direction[:2] / direction[:2].norm().clamp(min=1e-6)
-    rise = direction[2] / direction[:2].norm().clamp(min=1e-6)  # of a ray, for a way of one picture width
+    rise = direction[2] / direction[:2].norm().clamp(min=1e-6)  # of a ray, over one picture width
     lit = torch.ones_like(height)
     for step in range(1, SHADOW_STEPS + 1):
         way = step / SHADOW_STEPS / 2

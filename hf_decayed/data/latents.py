@@ -97,7 +97,7 @@ class CachedLatents(Latents):
 
 
 class EncodedLatents(Latents):
-    """Latents that are encoded during training: slow, and what cached latents are checked against."""
+    """Latents that are encoded during training: slow, and the reference that cached latents are checked against."""
 
     uses_workers = False  # the autoencoder is on the device of this process
 
@@ -162,7 +162,7 @@ def pixel_images(
         mean=[0.5] * channels,
         std=[0.5] * channels,
         seed=seed,
-        crop_scale=None,  # the center, as for latents, and as samples are compared with
+        crop_scale=None,  # center crops, as for latents and for the images that samples are compared with
         horizontal_flip=horizontal_flip,
     )
     return DiffusionImages(
@@ -189,7 +189,7 @@ def latent_images(
     on_bad_image: str = "stop",
     num_workers: int = 0,
 ) -> Latents:
-    """Latents of the center crops of training images: cached under `cache_dir`, or without one encoded during training."""
+    """Latents of center crops of training images: cached under `cache_dir`, or encoded during training without one."""
     if splits.views is not None:
         raise UserError(f"'{splits.name}' draws new views in every epoch, which latents cannot: train on pixels.")
     processor = CenterCropProcessor(image_size, image_size, signed=True)
@@ -208,7 +208,7 @@ def latent_images(
 
 
 def load_vae(path: str, device) -> AutoencoderKL:
-    """A frozen autoencoder; the local path of a folder is not kept in what is saved with it."""
+    """A frozen autoencoder, whose config does not keep the local path that it was loaded from."""
     vae = AutoencoderKL.from_pretrained(path).requires_grad_(False).to(device).eval()
     if Path(path).exists():
         vae.register_to_config(_name_or_path=Path(path).name)
@@ -216,7 +216,7 @@ def load_vae(path: str, device) -> AutoencoderKL:
 
 
 def sample_shape(vae: AutoencoderKL | None, image_channels: int, image_size: int) -> tuple[int, int]:
-    """Channels, and height and width, of what a diffusion model is trained on."""
+    """Channels, and height and width, of the samples that a diffusion model is trained on."""
     if vae is None:
         return image_channels, image_size
     return vae.config.latent_channels, latent_size(vae, image_size)

@@ -1,4 +1,4 @@
-"""Masks: the class of every pixel, through the same resizing and cropping as the image."""
+"""Masks: the class of every pixel, resized and cropped like the image."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ def decode_mask(
     """Class numbers `(height, width)` of an undecoded mask, as bytes; 255 is ignored.
 
     Args:
-        image_name (`str`): For errors.
+        image_name (`str`): Name of the image in errors.
         image_size (`tuple`): Height and width of the image, which the mask must have too.
         zero_is_ignored (`bool`): Class numbers start at 1 in the file: they are lowered by one, and 0 becomes 255.
     """
@@ -41,10 +41,10 @@ def decode_mask(
 
 
 def process_masks(masks: list[np.ndarray], processor) -> torch.Tensor:
-    """Class numbers `(batch, height, width)`, resized and cropped as a processor does it with images, by nearest pixel.
+    """Class numbers `(batch, height, width)`, resized and cropped as a processor does images, by nearest neighbour.
 
-    The processor itself is called, one of transformers or [`CenterCropProcessor`], so that the geometry is that of the
-    images. What it pads is ignored. A processor that returns other than one image for each is refused.
+    The processor itself is called, one of transformers or [`CenterCropProcessor`], so that masks get the geometry of
+    the images. Padding is ignored. A processor that does not return one image for each mask is refused.
     """
     if isinstance(processor, CenterCropProcessor):
         resized = np.stack([center_crop(mask[:, :, None], processor.size, Image.Resampling.NEAREST) for mask in masks])

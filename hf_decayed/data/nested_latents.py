@@ -34,8 +34,8 @@ from .transforms import CenterCropProcessor
 
 logger = logging.getLogger(__name__)
 
-RANDOM_PROJECTION = "random_projection"  # an `encoder` that is no checkpoint
-CONDITION_STREAM = 4  # of the noise on the latents above; 0 to 3 are those of images, masks, diffusion and VAE
+RANDOM_PROJECTION = "random_projection"  # an `encoder` that is not a checkpoint
+CONDITION_STREAM = 4  # for the noise on the latents above; 0 to 3 are for images, masks, diffusion and VAE
 
 
 def hierarchy_images(
@@ -70,13 +70,13 @@ def load_latent_encoder(
     cache_dir: str | Path,
     accelerator: Accelerator,
 ) -> HierarchicalLatentEncoder:
-    """The latent encoder around the encoder that `encoder` names, whose SVD is fitted once and cached.
+    """The latent encoder built on `encoder`, whose SVD is fitted once and cached.
 
     All processes call it.
 
     Args:
         encoder (`str`): Folder or repository with an image processor, or `random_projection`.
-        image_size (`int`), num_channels (`int`): Of the images.
+        image_size (`int`), num_channels (`int`): Size and channels of the images.
         levels (`list` of `(grid, channels)`): Latents above level 1, the highest first.
         svd_images (`int`, *optional*): Training images that the SVD is fitted on; all of them by default.
         cache_dir (`str` or `Path`): Folder of fitted encoders.
@@ -100,13 +100,13 @@ def load_latent_encoder(
             hidden = not accelerator.is_main_process
             model.to(accelerator.device).fit(tqdm(batches, desc="fitting the SVD", leave=False, disable=hidden))
             save_whole(model, folder)
-            # From the file, so that the first run and a resumed one have the same bits.
+            # Loaded from the file, so that the first run and a resumed one are bit-equal.
             fitted = HierarchicalLatentEncoder.from_pretrained(folder)
     return fitted.to(accelerator.device).eval()
 
 
 def load_fitted(folder: Path) -> HierarchicalLatentEncoder | None:
-    """A fitted encoder of the cache. A damaged one is removed, with one line in the log."""
+    """A fitted encoder from the cache. A damaged one is removed, with one line in the log."""
     if not (folder / "config.json").exists():
         return None
     try:
@@ -136,7 +136,7 @@ def load_encoder(encoder: str) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 def random_projection(image_size: int, num_channels: int, width: int = 256) -> ViTModel:
-    """A random linear map of the pixels, always the same: an encoder that has learned nothing, to compare with."""
+    """A fixed random linear map of the pixels: an untrained encoder, as a baseline."""
     config = ViTConfig(
         hidden_size=width,
         num_hidden_layers=0,
@@ -145,7 +145,7 @@ def random_projection(image_size: int, num_channels: int, width: int = 256) -> V
         image_size=image_size,
         patch_size=image_size,  # the only patch is the image
         num_channels=num_channels,
-        layer_norm_eps=1e12,  # the norm of a ViT's output divides by sqrt(variance + eps): by a constant, that is
+        layer_norm_eps=1e12,  # a ViT's final norm divides by sqrt(variance + eps), which this makes constant
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -153,7 +153,7 @@ def random_projection(image_size: int, num_channels: int, width: int = 256) -> V
 
 
 def save_whole(model: HierarchicalLatentEncoder, folder: Path) -> None:
-    """Saves a complete folder or none; another run that has saved the same in the meantime is not disturbed."""
+    """Saves a folder completely or not at all; a folder that another run has saved in the meantime stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".writing-") as temporary:
         model.save_pretrained(Path(temporary) / "encoder")
@@ -176,7 +176,7 @@ def cache_nested_latents(
 ) -> list[Path]:
     """Encodes every training image, and its mirror image if `mirrored`, into shards under `folder`; returns the files.
 
-    All processes call it. A cache of the same encoder, images and preparation is used again.
+    All processes call it. A cache of the same encoder, images and preparation is reused.
     """
     if splits.views is not None:
         raise DataError(f"'{splits.name}' draws new views in every epoch, which latents cannot: use another data set.")
@@ -285,13 +285,14 @@ class LatentTable:
 
 
 class NestedLatents(Dataset):
-    """What trains one level, by `(epoch, index)`.
+    """Training samples of one level, by `(epoch, index)`.
 
     Batches hold `sample` (clean latents of the level), `noise` and `uniform` of the diffusion step, `labels` if there are
     any, and, the highest level first, the clean `conditions` and their `condition_noise`.
 
     Args:
-        images (`DiffusionImages` or `Latents`, *optional*): What level 1 samples, pixels or VAE latents; for level 1 alone.
+        images (`DiffusionImages` or `Latents`, *optional*): What level 1 samples, pixels or VAE latents; only for
+            level 1.
     """
 
     bad_images = 0
@@ -321,7 +322,7 @@ class NestedLatents(Dataset):
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         indices = [index for _, index in keys]
-        # The draw that mirrors the images of level 1, too.
+        # The same draw as for the images of level 1.
         flips = [self.flip and bool(sample_generator(self.seed, *key).random(23)[22] < 0.5) for key in keys]
         batch = self.own_latents(keys, indices, flips)
         batch["conditions"] = [self.table.rows(level, indices, flips) for level in self.upper_levels]

@@ -1,4 +1,4 @@
-"""Images of a data set made small once, so that training need not decode large ones in every epoch; `hf-decayed prepare`."""
+"""Shrinks the images of a data set once, so that training does not decode large ones; `hf-decayed prepare`."""
 
 import hashlib
 import io
@@ -33,19 +33,19 @@ def prepare_images(
     num_workers: int | None = None,
     shard_size: int = 1024,
 ) -> str:
-    """Writes a data set with images of at most `size` pixels at their short side as parquet files; returns a summary.
+    """Writes a data set as parquet files, with images whose short side is at most `size` pixels; returns a summary.
 
     The folder has all splits and columns, and loads as any other folder of parquet files. Smaller images stay as they are. Data
     without a split for evaluation gets one, `validation`: the images that scripts would hold out of the originals. Until the
-    folder is complete it has the suffix `.incomplete`; a command that was stopped continues there when it is repeated.
+    folder is complete it has the suffix `.incomplete`; a stopped command continues there when it is repeated.
 
     Args:
         data (`str`): Folder or file as `--dataset_path` takes it, or a data set on the Hub.
         output (`str` or `os.PathLike`): New folder.
-        quality (`int`, defaults to 95): Of the JPEGs, 1 to 100.
+        quality (`int`, defaults to 95): JPEG quality, 1 to 100.
         uncompressed (`bool`): Write BMPs instead: several times the disk space, and hardly any time to decode.
         num_workers (`int`, *optional*): Threads; by default as many as there are cores.
-        shard_size (`int`, defaults to 1024): Images of a file.
+        shard_size (`int`, defaults to 1024): Images per file.
     """
     is_path = Path(data).exists() or data.startswith((".", "/", "~"))
     splits, name = load_all_splits(dataset_path=data) if is_path else load_all_splits(dataset_name=data)
@@ -93,7 +93,7 @@ def prepare_images(
 
 
 def find_image_column(rows: Dataset) -> str:
-    """The only column of images; not `find_columns`, because any number of labels may stay."""
+    """The only column of images; not `find_columns`, because any number of label columns may stay."""
     images = [column for column, feature in rows.features.items() if isinstance(feature, ImageFeature)]
     if not images:
         raise DataError(f"There is no column of images among {', '.join(rows.features)}.")
@@ -103,7 +103,7 @@ def find_image_column(rows: Dataset) -> str:
 
 
 def hold_out(splits: dict[str, Dataset]) -> tuple[dict[str, Dataset], str]:
-    """Splits with one for evaluation, and which images it has."""
+    """Splits including one for evaluation, and a description of which images are in it."""
     image_columns = {split: find_image_column(rows) for split, rows in splits.items()}
     if set(splits) & {"validation", "val", "test"} or "train" not in splits:
         return splits, "the evaluation split"
@@ -112,7 +112,7 @@ def hold_out(splits: dict[str, Dataset]) -> tuple[dict[str, Dataset], str]:
 
 
 def describe(splits: dict[str, Dataset], name: str) -> dict:
-    """What the images are, for the record: a folder that was prepared from others is not continued."""
+    """Identity of the images for the record: a folder that was prepared from others is not continued."""
     described = {
         split: {"rows": len(rows), "fingerprint": rows_fingerprint(rows, find_image_column(rows))}
         for split, rows in splits.items()
@@ -180,12 +180,12 @@ def shrink_image(image: Image.Image, record: dict, size: int, quality: int | Non
     height, width = upright_size(image)
     content = read_content(record)
     if min(height, width) <= size and quality is not None and content is not None:
-        image.load()  # a broken file is found now
+        image.load()  # raises now if the file is broken
         return content
     scale = min(1.0, size / min(height, width))
     new_height, new_width = max(1, round(scale * height)), max(1, round(scale * width))
     is_grey = image.mode in ("1", "L", "LA", "La") or image.mode.startswith(("I", "F"))
-    # Decoded at twice the new size or more: what is seen in every epoch is worth the time.
+    # Decoded at twice the new size or more: every epoch sees the result, so quality is worth the time.
     box = (0, 0, height, width)
     image, box, _ = decode_reduced(image, 1 if is_grey else 3, box, (2 * new_height, 2 * new_width))
     if (image.width, image.height) != (new_width, new_height):
@@ -198,7 +198,7 @@ def shrink_image(image: Image.Image, record: dict, size: int, quality: int | Non
 
 
 def relative_name(path: str | None, root: Path | None) -> str | None:
-    """What a file is called inside of its data set; nothing of the folders above it is kept."""
+    """Path of a file inside its data set, without the folders above."""
     if path is None:
         return None
     file = Path(path)

@@ -3,7 +3,7 @@
     >>> views = ProceduralViews("coloured", originals)
     >>> images, foreground = views.render(grey_images, keys=[(0, 17), (0, 4)], seed=0)
 
-A view is drawn from its `(epoch, index)` and the seed alone, so that processes, batches and resuming do not change it.
+A view depends only on its `(epoch, index)` and the seed, so that processes, batches and resuming do not change it.
 """
 
 import io
@@ -22,7 +22,7 @@ from .keyed_random import sample_generator
 
 
 VARIANTS = ("grey", "coloured", "textured")  # after `bundled:`; `grey` is the data as it ships
-VERSION = 1  # part of fingerprints: it rises when the same key gives another view
+VERSION = 1  # part of fingerprints; increases when the same key gives another view
 FOREGROUND_THRESHOLD = 0.1  # a pixel whose intensity, in [0, 1], is above it belongs to the garment
 SCALES = (0.8, 1.3)
 MAX_SHIFT = 0.2  # of height and width, in both directions
@@ -35,7 +35,7 @@ VIEW_STREAM = 3  # of `sample_generator`: 0 to 2 are crops and masks, RandAugmen
 # Seeds of the fixed renderings, above those that users choose.
 TRAIN_SEED, HELD_OUT_SEED, OTHER_VIEW_SEED = 2**40, 2**40 + 1, 2**40 + 2
 
-LUMA = (0.299, 0.587, 0.114)  # grey of red, green and blue, as Pillow weighs them
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey, as in Pillow
 GEOMETRY_DRAWS = 4
 COLOUR_DRAWS = 6 * COLOUR_TRIES
 TEXTURE_DRAWS = 3 * FIELD_SIZE**2 + 6
@@ -50,7 +50,7 @@ class ProceduralViews:
             `coloured`: one colour times intensity where the garment is, another colour elsewhere. `textured`: smooth colour
             fields and gratings are added to both colours, and intensity blends the first over the second, so that a garment is
             not given away by being darker than its background.
-        originals (`Dataset`): The grey images of which training draws views, with the columns of the data set.
+        originals (`Dataset`): The grey images that training draws views of, with the columns of the data set.
     """
 
     variant: str
@@ -99,7 +99,7 @@ class ProceduralViews:
 
 
 def transform_garments(intensity: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Intensities `(batch, height, width)` flipped, scaled and shifted by four draws in [0, 1) each; black comes in."""
+    """Intensities `(batch, height, width)` flipped, scaled and shifted by four draws in [0, 1); gaps are black."""
     height, width = intensity.shape[1:]
     flips, scales = draws[:, 0] < 0.5, SCALES[0] + (SCALES[1] - SCALES[0]) * draws[:, 1]
     down, right = (MAX_SHIFT * (2 * draws[:, 2:4] - 1)).T
@@ -143,7 +143,7 @@ def draw_textures(draws: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def upsampling_weights(size_in: int, size_out: int) -> np.ndarray:
-    """The matrix `(size_out, size_in)` that interpolates values at both ends and equal steps between them."""
+    """The matrix `(size_out, size_in)` that interpolates equally spaced values linearly, from end to end."""
     positions = np.linspace(0, size_in - 1, size_out)
     return np.maximum(0, 1 - np.abs(positions[:, None] - np.arange(size_in)))
 
@@ -172,14 +172,14 @@ def render_dataset(originals: Dataset, variant: str, seed: int) -> Dataset:
         with_indices=True,
         batched=True,
         features=Features({**originals.features, "mask": ImageFeature()}),
-        # With a checksum of what is drawn: another rendering never finds the cache of this one.
+        # Contains a checksum of a rendering, so that changed code never reads an old cache.
         new_fingerprint=f"{originals._fingerprint}-{variant}-{rendering_checksum(render_rows)}-{seed}",
         desc="rendering",
     )
 
 
 def rendering_checksum(render_rows: Callable) -> str:
-    """Of the image and mask that are drawn of one synthetic garment."""
+    """Checksum of the image and mask that are drawn of one synthetic garment."""
     ramp = np.arange(28 * 28).reshape(28, 28) % 256
     rendered = render_rows([encode_png(ramp.astype(np.uint8))], [0], [0])
     pixels = [decode_image(records[0], 3, 0) for records in rendered.values()]

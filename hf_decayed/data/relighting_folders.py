@@ -25,7 +25,7 @@ from .transforms import center_box, crop_and_resize, crop_boxes
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 PAIR_STREAM = 6  # of `sample_generator`
 CROP_DRAWS = 22  # of `crop_boxes`
-HELD_OUT_EVERY = 10  # one scene in so many of a folder, two at least: references come from other scenes
+HELD_OUT_EVERY = 10  # one scene in this many, and at least two: references come from other scenes
 MAX_LINEAR = 1.4  # intensity that is white in 8 bits: procedural scenes are seldom brighter
 
 
@@ -57,7 +57,7 @@ class RelightingFolder:
         return len(self.files)
 
     def fingerprint(self) -> str:
-        """Of the names and sizes of all files."""
+        """Hash of the names and sizes of all files."""
         lines = [
             f"{name}/{file.name} {file.stat().st_size}"
             for name, files in zip(self.names, self.files)
@@ -72,7 +72,7 @@ class RelightingFolder:
         return [file.stem for file in self.files[scene]]
 
     def split(self) -> tuple["RelightingFolder", "RelightingFolder"]:
-        """Scenes for training, and one in ten that is held out."""
+        """Training scenes, and held-out scenes, one in ten."""
         if len(self) < 4:
             raise DataError(
                 f"'{self.path.name}' has {len(self)} scenes: training and held-out scenes need at least 4."
@@ -133,7 +133,7 @@ class RelightingPairs(torch.utils.data.Dataset):
     Args:
         source ([`RelightingFolder`] or [`ProceduralPairs`]): Images by scene and light.
         image_size (`int`): Height and width of the crops.
-        crop_scale (`tuple[float, float]`, *optional*): Range of the areas of crops; `None` takes the whole, square or not.
+        crop_scale (`tuple[float, float]`, *optional*): Range of crop areas; `None` takes whole images, square or not.
         pairs_per_scene (`int`, defaults to 1): Pairs of every scene in one epoch.
     """
 
@@ -189,7 +189,7 @@ class RelightingPairs(torch.utils.data.Dataset):
 
 
 class RelightingExamples(NamedTuple):
-    """Held-out images with what relighting should make of them; images `(number, 3, size, size)` are in [-1, 1].
+    """Held-out images with their relighting targets; images `(number, 3, size, size)` are in [-1, 1].
 
     Args:
         image: A scene under one light.
@@ -212,7 +212,7 @@ class RelightingExamples(NamedTuple):
 def relighting_examples(
     source: RelightingFolder | ProceduralPairs, image_size: int, number: int, seed: int = 0
 ) -> RelightingExamples:
-    """Fixed examples of held-out scenes, as many as asked for; the middle of every image, resized."""
+    """`number` fixed examples of held-out scenes: the middle of every image, resized."""
     if len(source) < 2:
         raise DataError("Relighting is evaluated with references of other scenes: hold out at least two scenes.")
     images, lights, albedos, means = [], [], [], []

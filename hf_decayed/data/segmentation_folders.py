@@ -5,7 +5,7 @@
     COCO-Stuff  [images/]{train2017,val2017} and stuffthingmaps/ or annotations/ with the same two folders
     any         images/ masks/, or images/{train,val} masks/{train,val}
 
-In ADE20K, 0 is what has no class: it is ignored (255), and the 150 classes are 0 to 149. In the others 255 is ignored.
+In ADE20K, 0 means no class: it is ignored (255), and the 150 classes are 0 to 149. In the others, 255 is ignored.
 """
 
 from dataclasses import dataclass

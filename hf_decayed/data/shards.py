@@ -44,8 +44,8 @@ def write_shards(
     Args:
         encode (`Callable`): From a batch of `pixel_values` and the indices of its images to features `(batch, dim)` by name.
         images (`EvaluationDataset`): Images to encode.
-        folder (`str` or `os.PathLike`): Has a subfolder for every `identity`, with one safetensors file per shard. Existing
-            shards are used if their checksum is right; other ones are rebuilt, with one line in the log.
+        folder (`str` or `os.PathLike`): Has a subfolder for every `identity`, with one safetensors file per shard.
+            Existing shards are used if their checksum is right; others are rebuilt, with one line in the log.
         identity (`dict`): JSON-plain; everything that the features depend on: model, features, preparation, data.
         shard_size (`int`, defaults to 8192): Images per file, rounded up to whole batches. With n processes, each writes
             every n-th shard, so the number of processes does not change the result.
@@ -144,7 +144,7 @@ def write_shard(path: Path, parts: list[dict[str, torch.Tensor]]) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Another name to write to, which becomes the file at the end; an error leaves nothing behind."""
+    """A temporary path to write to, which is renamed at the end; an error leaves nothing behind."""
     temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")  # another run may write the same file
     try:
         yield temporary
@@ -164,7 +164,7 @@ def tensors_checksum(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def load_shard(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a shard; a shard that is damaged, or has no checksum, is a `DataError`."""
+    """Tensors of a shard; a shard that is damaged, or has no checksum, raises `DataError`."""
     try:
         with safe_open(path, "pt") as shard:
             checksum = (shard.metadata() or {}).get("checksum")
@@ -190,7 +190,7 @@ def has_valid_shard(path: Path) -> bool:
 
 
 def read_shards(paths: list[Path]) -> dict[str, torch.Tensor]:
-    """All shards in order, as one; every tensor is allocated once. A damaged shard is a `DataError`."""
+    """All shards in order, as one; every tensor is allocated once. A damaged shard raises `DataError`."""
     shards = [load_shard(path) for path in paths]  # mapped from the files, not copied
     rows = [len(shard["labels"]) for shard in shards]
     tensors = {name: part.new_empty(sum(rows), *part.shape[1:]) for name, part in shards[0].items()}

@@ -18,7 +18,7 @@ from .segmentation_folders import SegmentationFolder, find_segmentation_folder
 
 BUNDLED = "fashion_mnist_subset"
 MASK_COLUMNS = ("mask", "masks", "segmentation", "segmentation_mask", "annotation")
-FROM_TRAINING = "held_out"  # as an evaluation split: some of the training images, although there is a split for it
+FROM_TRAINING = "held_out"  # an evaluation split of training images, even if the data has its own
 HELD_OUT_ONE_IN = 10
 HELD_OUT_RULE = (
     f"images whose bytes (in an image folder: folder and file name) have a CRC-32 divisible by {HELD_OUT_ONE_IN}"
@@ -31,12 +31,12 @@ class ImageSplits:
     """Training and held-out images of a data set.
 
     Args:
-        name (`str`): Without a local path in it.
+        name (`str`): Name of the data set, without a local path.
         held_out_rule (`str`): Which images are held out, in words: a split of the data, or the rule for data without one.
         mask_column (`str`, *optional*): Images of the class of every pixel; 255 is ignored.
         mask_zero_is_ignored (`bool`): Class numbers in masks start at 1, as in ADE20K; [`EvaluationDataset`] lowers them.
         mask_names (`list[str]`, *optional*): What the numbers in masks stand for, from 0 on.
-        views (`ProceduralViews`, *optional*): Draws the images of training anew in every epoch; `train` has fixed views.
+        views (`ProceduralViews`, *optional*): Draws the training images anew in every epoch; `train` has fixed views.
         other_views (`Dataset`, *optional*): The held-out images in other views, row by row.
     """
 
@@ -53,7 +53,7 @@ class ImageSplits:
     other_views: Dataset | None = None
 
     def take(self, max_train_samples: int | None = None, max_eval_samples: int | None = None) -> "ImageSplits":
-        """At most so many images of each split."""
+        """At most this many images of each split."""
         return replace(
             self,
             train=take_subset(self.train, max_train_samples),
@@ -63,7 +63,7 @@ class ImageSplits:
         )
 
     def with_fixed_views(self) -> "ImageSplits":
-        """The same view of an image in every epoch, for what is computed once, such as latents."""
+        """Splits with the same view of an image in every epoch, for what is computed once, such as latents."""
         return replace(self, views=None)
 
     def class_names(self) -> list[str]:
@@ -79,9 +79,9 @@ class ImageSplits:
         return names
 
     def fingerprint(self) -> str:
-        """The same for the same training images, wherever they are stored: of their number and up to 256 of their files.
+        """Hash of the number of training images and up to 256 of their files, wherever they are stored.
 
-        Where views are drawn: of the images that they are drawn of, and of the kind and version of the views.
+        With views: of the originals, and of the kind and version of the views.
         """
         if self.views is None:
             return rows_fingerprint(self.train, self.image_column)
@@ -159,10 +159,10 @@ def load_splits(
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None, str]:
     """The training split, the evaluation split if there is one, and a name for both without a local path in it.
 
-    With neither a name nor a path, or with the name `bundled`: the bundled Fashion-MNIST subset, of whose variants (such as
-    `bundled:coloured`) these are the images that [`load_image_splits`] draws views of. A path may be a folder of images by
-    class, a file or folder of parquet, arrow or WebDataset tars, images with masks (see `segmentation_folders.py`), or a
-    folder that `save_to_disk` wrote.
+    With neither a name nor a path, or with the name `bundled`: the bundled Fashion-MNIST subset. For its variants,
+    such as `bundled:coloured`, these are the originals that [`load_image_splits`] draws views of. A path may be a
+    folder of images by class, a file or folder of parquet, arrow or WebDataset tars, images with masks (see
+    `segmentation_folders.py`), or a folder that `save_to_disk` wrote.
     """
     splits, name = load_all_splits(dataset_name, dataset_config, dataset_path, streaming)
     if train_split not in splits:
@@ -238,9 +238,9 @@ def find_columns(
     label_column: str | None = None,
     mask_column: str | None = None,
 ) -> tuple[str, str | None]:
-    """Names of the image column and, if there is one, of the label column; by type where no name is passed.
+    """Names of the image column and, if there is one, of the label column; found by type if no name is passed.
 
-    A column of masks, which is the named one or has a usual name, is not taken for the images.
+    A mask column, which is passed or has a usual name, is not taken for the images.
     """
     if dataset.features is None:
         dataset = dataset._resolve_features()
@@ -287,7 +287,7 @@ def find_mask_column(
 
 
 def take_subset(dataset: Dataset | IterableDataset, number: int | None):
-    """A random subset of so many rows, always the same one, because rows may be sorted by class; of a stream the first."""
+    """A fixed random subset of `number` rows, because rows may be sorted by class; the first rows of a stream."""
     if isinstance(dataset, IterableDataset):
         return dataset if number is None else dataset.take(number)
     if number is None or number >= len(dataset):

@@ -19,7 +19,7 @@ DRAWS_BEFORE_NOISE = 24  # ten tries of (area, aspect ratio), place of the crop 
 def crop_boxes(draws: np.ndarray, height: int, width: int, scale: tuple[float, float]) -> np.ndarray:
     """Random resized crops `(top, left, height, width)`, one per row of draws in [0, 1), as torchvision draws them.
 
-    Ten tries at an area in `scale` and an aspect ratio in [3/4, 4/3]; the first that fits counts, else the centre.
+    Ten tries at an area in `scale` and an aspect ratio in [3/4, 4/3]; the first that fits is used, else the center.
     """
     areas = height * width * (scale[0] + (scale[1] - scale[0]) * draws[:, 0:20:2])
     ratios = np.exp(math.log(3 / 4) + (math.log(4 / 3) - math.log(3 / 4)) * draws[:, 1:20:2])
@@ -63,7 +63,7 @@ class CenterCropProcessor:
 def center_crop(
     image: Image.Image | np.ndarray, size: tuple[int, int], resample: Image.Resampling = Image.Resampling.BICUBIC
 ) -> np.ndarray:
-    """The middle of an image, brought to a size: `(height, width, channels)` bytes."""
+    """The middle of an image, resized: `(height, width, channels)` bytes."""
     if isinstance(image, np.ndarray):
         image = Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image)
     top, left, height, width = center_box(image.height, image.width, size)
@@ -100,7 +100,8 @@ def crop_and_resize(
 ) -> torch.Tensor:
     """Crops, flips and resizes a batch of bytes `(batch, channels, height, width)` at once; gives floats in [0, 255].
 
-    Two batched products do what Pillow's `resize(box=...)` does image by image, but for its rounding after each pass.
+    Two batched products do what Pillow's `resize(box=...)` does image by image, except for its rounding after each
+    pass.
     """
     height, width = images.shape[2:]
     rows = resize_weights(boxes[:, 0], boxes[:, 2], height, size[0]).unsqueeze(1)
@@ -113,7 +114,7 @@ def crop_and_resize(
 class Augmentation:
     """Crop, flip, normalise, and the noise for the mask, all drawn for one sample of one epoch.
 
-    Without a `crop_scale` nothing is drawn for the crop: it is the middle.
+    Without a `crop_scale`, the crop is the middle, and nothing is drawn for it.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Augmentation:
         return self.finish(crop_and_resize(images, boxes, flips, self.image_size), noise, keys)
 
     def images(self, crops: list[np.ndarray], keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-        """Crops that [`crop`] made for the same keys."""
+        """A batch from crops that [`crop`] made for the same keys."""
         _, flips, noise = self.draw(keys)
         pixels = torch.empty(len(crops), self.num_channels, *self.image_size)
         for row, crop, flip in zip(pixels, crops, flips):  # bytes to floats in one pass each
@@ -176,7 +177,7 @@ class Augmentation:
         """The crop of an image of any size for `(epoch, index)`, resized: `(height, width, channels)` bytes.
 
         A JPEG whose pixels were not read yet is decoded at the scale that the crop needs. Random crops at full scale are those
-        of [`crop_then_resize`]; others have fractions of pixels at their sides, and are resized by Pillow.
+        of [`crop_then_resize`]; others start and end within pixels, and are resized by Pillow.
         """
         draws = sample_generator(self.seed, *key).random((1, DRAWS_BEFORE_NOISE))
         box = self.boxes(draws, *upright_size(image))[0]
@@ -196,7 +197,7 @@ class Augmentation:
         return {"pixel_values": pixels.div_(255).sub_(self.mean).div_(self.std), "noise": noise}
 
     def rand_augmented(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
-        """One image `(channels, height, width)` in [0, 255]; what comes in at its sides is the mean."""
+        """One image `(channels, height, width)` in [0, 255]; gaps at its sides are filled with the mean."""
         draws = sample_generator(self.seed, epoch, index, stream=1)
         as_bytes = pixels.round().to(torch.uint8).permute(1, 2, 0).numpy()
         image = Image.fromarray(as_bytes.squeeze(2) if self.num_channels == 1 else as_bytes)

@@ -1,1 +1,1 @@
-"""The decay for models of other people: any residual stack of transformers or diffusers, and blocks that a user names."""
+"""The decay for other people's models: residual stacks of transformers or diffusers, and blocks that a user names."""

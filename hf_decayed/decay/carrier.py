@@ -1,9 +1,9 @@
-"""The decay inside of blocks that compute `x + f(x)`: factors in front of and behind modules, without other code.
+"""The decay inside blocks that compute `x + f(x)`: factors before and after modules, without changes to their code.
 
 A block of two branches computes `y = x + f(x)` and `z = y + g(y)`. Let `s_k` be the product of its alphas from branch k to
 the last. If the stream enters as `s_1 * x`, every reader gets it divided by the `s_k` of its branch, and the output of
 branch k is multiplied by `s_{k+1}`, then what leaves the block is `alpha_2 * (alpha_1 * x + f(x)) + g(...)`: the decayed
-stream itself, whatever norm, gate, layer scale or dropout stands in between.
+stream itself, whatever norm, gate, layer scale or dropout is in between.
 
 The factors belong to classes derived from those of the modules. Hooks would come too late: transformers records
 `hidden_states[0]` from the arguments of the first block.
@@ -100,7 +100,7 @@ def check_children(block) -> None:
 
 
 def check_user_block(block, args: tuple, kwargs: dict) -> None:
-    """Compares a block with what the user says of it, once: it decays only if that is true."""
+    """Checks a block once against what the user says of it: it decays only if that is true."""
     branches = [branch for step in block.decayed_block.steps for branch in step]
     readers, adders = ([getattr(branch, role) for branch in branches] for role in ("reader", "adder"))
     forward = original_class(block, ScaledModule).forward  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def derive(module: nn.Module, mixin: type) -> None:
 
 
 def original_class(module, mixin: type) -> type:
-    """The class that a mixin was put in front of."""
+    """The class that a mixin was added to."""
     ancestors = type(module).__mro__
     return ancestors[ancestors.index(mixin) + 1]
 
@@ -190,9 +190,9 @@ def carrier_scales(block: Block, alphas: list[float]) -> Scales:
 
 
 def add_kept_scales(stack: Stack, alphas: list[list[float]], scales: list[Scales]) -> None:
-    """Readers get the stream as it was without decay, which is larger by the running product, and so does the model.
+    """Readers and the model's output get the stream at its scale without decay: divided by the running product.
 
-    Norms would do the same, but for their eps, which is not small against a stream that has decayed.
+    Norms would undo the scale too, except for their eps, which is not small compared with a decayed stream.
     """
     last: dict[tuple[int, str], tuple[int, float]] = {}
     for index, _, branch, before, after in running_products(stack.blocks, alphas):
@@ -217,7 +217,7 @@ def set_factors(module: nn.Module, inputs: dict[str | int, float], outputs: dict
 
 
 def decayed_stacks(model: nn.Module) -> list[tuple[Stack, DecaySettings]]:
-    """The decayed stacks inside of a model; refuses a part of a stack."""
+    """The decayed stacks inside a model; refuses a part of a stack."""
     stacks: dict[int, tuple[Stack, DecaySettings]] = {}
     for module in model.modules():
         settings = vars(module).get("decay_settings")

@@ -1,4 +1,4 @@
-"""A trained masked autoencoder in decayed form: the same function, to go on training with decay.
+"""A trained masked autoencoder in decayed form: the same function, to continue training with decay.
 
 With P_k the product of the alphas up to addition k, x = P_k * u obeys `x <- alpha_k * x + P_k * f(norm(x))` where u obeys
 `u <- u + f(norm(u))`: the last layer of every branch takes the factor P_k, and the final norm does not see the scale.
@@ -17,8 +17,9 @@ from ..models.modeling_decayed_vit_mae import DecayedViTMAEForPreTraining
 def continue_with_decay(model: DecayedViTMAEForPreTraining, **fields) -> DecayedViTMAEForPreTraining:
     """A model with the config fields `fields` that computes what `model` does.
 
-    Skips from encoder to decoder are added if `model` has none, unless `fields` say otherwise: they start silent, and training
-    can use them as the released architecture does. Raises `UserError` where the function cannot be kept.
+    Skips from encoder to decoder are added if `model` has none, unless `fields` say otherwise: their output starts at
+    zero, and training can use them as the released architecture does. Raises `UserError` if the function cannot be
+    kept.
     """
     if not model.config.final_norm or model.config.encoder_decoder_skips:
         raise UserError(

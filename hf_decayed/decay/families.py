@@ -44,7 +44,7 @@ class Block:
 
 
 def scaled_names(block: Block) -> list[str]:
-    """Submodules of a block whose inputs or outputs the decay scales; the adder that comes last needs no scale."""
+    """Submodules of a block whose inputs or outputs the decay scales; the last adder needs no scale."""
     names = []
     for streams in block_streams(block):
         branches = stream_branches(block, streams)
@@ -186,7 +186,7 @@ class Family:
     fold_refusal: str = ""
     skip: str = ""  # blocks with this word in their names are not decayed
     raw_output: str = ""  # output that comes from the stream without a final norm
-    final_norm: str = ""  # module that stands behind the blocks in some models of the family: then no output is raw
+    final_norm: str = ""  # module that follows the blocks in some models of the family: then no output is raw
 
 
 FAMILIES = {
@@ -198,7 +198,7 @@ FAMILIES = {
     "CLIP": Family({"CLIPEncoderLayer": CLIP}, raw_output="`last_hidden_state`", final_norm="final_layer_norm"),
     "SigLIP": Family({"SiglipEncoderLayer": CLIP}),
     "BEiT": Family({"BeitLayer": VIT}, raw_output="`last_hidden_state`", final_norm="layernorm"),
-    "ViTMAE": Family({"ViTMAELayer": VIT}, skip="decoder"),  # the paper decays the encoder alone
+    "ViTMAE": Family({"ViTMAELayer": VIT}, skip="decoder"),  # the paper decays only the encoder
     "Swin": Family({"SwinLayer": VIT}, staged=True),
     "GPT-2": Family({"GPT2Block": describe_gpt2}),
     "Llama": Family({"LlamaDecoderLayer": LLAMA}),
@@ -219,7 +219,7 @@ FAMILIES = {
 }
 # Words in the names of model classes that read hidden states between the blocks, where folding changes their scale.
 READERS_OF_HIDDEN_STATES = ("Backbone", "Segmentation", "DepthEstimation", "Detection")
-# Layers that normalise after the addition: the norm undoes any factor in front of it.
+# Layers that normalise after the addition: the norm undoes any factor before it.
 POST_NORM = (
     "AlbertLayer",
     "BartEncoderLayer",

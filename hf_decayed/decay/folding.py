@@ -31,7 +31,7 @@ from .stacks import USER_OUTPUT, Stack
 
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Streams of trained networks have values of some hundreds, and float16 ends at 65504.
+# Streams of trained networks reach values of a few hundred, and float16 ends at 65504.
 LARGEST_HALF_GROWTH = 64
 # In files of a decayed model's `save_pretrained`; stock classes report it as an unexpected weight, and load the others.
 FOLDED_KEY = "folded_shortcuts"
@@ -132,7 +132,7 @@ def folding_factors(
 
 
 def check_folding(stack: Stack, factors: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """Raises before anything is changed."""
+    """Raises if the stack cannot be folded, before anything is changed."""
     if stack.fold_refusal:
         raise UserError(f"The decay cannot become stock weights: {stack.fold_refusal}.")
     layers = [layer for module, block in zip(stack.modules, stack.blocks) for layer in output_layers(module, block)]
@@ -180,7 +180,7 @@ class FoldedSaving:
     """
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Writes folded weights, which a stock class loads, and a number by which a decayed model knows them as folded.
+        """Writes folded weights, which a stock class loads, and a number that marks them as folded.
 
         `load_state_dict` of a decayed model undoes the folding of such weights, so that a `Trainer` resumes. Weights
         without the number, such as those of `fold_shortcuts(model).save_pretrained(...)`, are taken as they are.
@@ -203,7 +203,7 @@ class FoldedSaving:
         return folded.save_pretrained(save_directory, *args, **kwargs)
 
     def state_dict(self, *args, **kwargs):
-        """As that of every module; refused to the `save_pretrained` of a larger model, which does not fold."""
+        """As in every module, but refused inside the `save_pretrained` of a larger model, which would not fold."""
         if saver := stock_saver():
             raise UserError(
                 f"{saver} would be saved without the decay of its {type(self).__name__}: call `decay_shortcuts` with the "
@@ -212,7 +212,7 @@ class FoldedSaving:
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """As that of every module; weights that `save_pretrained` of a decayed model has folded are unfolded."""
+        """As in every module, but weights that `save_pretrained` of a decayed model has folded are unfolded."""
         if FOLDED_KEY in state_dict:
             state_dict = scale_state_dict(self, decayed_stacks(self), state_dict, fold=False)  # type: ignore[arg-type]
         return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
@@ -222,7 +222,7 @@ class FoldedSaving:
 
 
 def stock_saver() -> str | None:
-    """Class of the model whose `save_pretrained` runs without folding. PEFT saves adapters alone."""
+    """Class of the model whose `save_pretrained` runs without folding. PEFT saves only adapters."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "save_pretrained":

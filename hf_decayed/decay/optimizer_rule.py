@@ -1,4 +1,4 @@
-"""What the decay is for an optimizer: a plain network whose branches learn faster with depth."""
+"""What the decay means for an optimizer: a plain network whose branches learn faster with depth."""
 
 import math
 from numbers import Real
@@ -16,9 +16,10 @@ from .stacks import find_part, find_stack
 
 __all__ = ["shortcut_parameter_groups"]
 
-# A parameter of the stock network is c times that of the decayed one, and its gradient 1 / c times. Powers of c by which
-# learning rate, weight decay and eps change, so that the updates differ by c as well. AdamW and LAMB decay weights apart
-# from the gradient, the others as a part of it; the trust ratios of LARS and LAMB bring the scale of the weight themselves.
+# A parameter of the stock network is c times that of the decayed one, and its gradient 1 / c times. These are the
+# powers of c that multiply learning rate, weight decay and eps, so that the updates differ by c as well. AdamW and
+# LAMB decay weights apart from the gradient, the others as a part of it; the trust ratios of LARS and LAMB already
+# contain the scale of the weight.
 POWERS = {
     "adamw": {"lr": 1, "weight_decay": -1, "eps": -1},
     "adam": {"lr": 1, "weight_decay": -2, "eps": -1},
@@ -46,9 +47,9 @@ def shortcut_parameter_groups(
 ) -> list[dict]:
     """Parameter groups with which a plain model trains as its decayed form would, for models that cannot be changed.
 
-    With P the product of the alphas up to a branch, its last layer gets, for Adam, `lr / P` and `weight_decay * P`. The two
-    networks take the same steps if they also begin alike: with branch outputs at zero, or at those of
-    `fold_shortcuts(decay_shortcuts(model, ...))`. Gradient clipping by norm sees other gradients.
+    With P the product of the alphas up to a branch, its last layer gets, for Adam, `lr / P` and `weight_decay * P`.
+    The two networks take the same steps if they also start alike: with branch outputs at zero, or at those of
+    `fold_shortcuts(decay_shortcuts(model, ...))`. Gradient clipping by norm differs, because it sees other gradients.
 
     Args:
         model (`nn.Module`): A model without decay, as for [`decay_shortcuts`], which has the same arguments.
@@ -56,8 +57,8 @@ def shortcut_parameter_groups(
             `adamw`, `adam`, `sgd` (with or without momentum), `lars` or `lamb`. The trust ratio of the last two undoes the
             rule for matrices; only biases, which have none, learn at another rate.
         lr (`float`): Learning rate of the other parameters.
-        weight_decay (`float`, defaults to 0): Of matrices; biases and norms have none.
-        eps (`float`, defaults to 1e-8): Of Adam and LAMB; it scales with the gradients.
+        weight_decay (`float`, defaults to 0): Weight decay of matrices; biases and norms have none.
+        eps (`float`, defaults to 1e-8): Epsilon of Adam and LAMB; it scales with the gradients.
 
     Returns groups for a torch optimizer, those with the rates of the plain network first.
 

@@ -36,7 +36,7 @@ OWN_FAMILIES = {
     "DecayedUViTBlock": OwnFamily(describe_diffusion_block),
     "NestedUViTBlock": OwnFamily(describe_diffusion_block),
 }
-# Relative error of a norm, by its eps in a stream that has decayed, above which `keep_function` warns.
+# Relative error of a norm, caused by its eps in a decayed stream, above which `keep_function` warns.
 LARGEST_EPS_SHARE = 1e-3
 
 
@@ -73,7 +73,7 @@ def has_decay_field(module: nn.Module) -> bool:
 
 
 def own_stack(model: nn.Module) -> OwnStack | None:
-    """The decayed blocks inside of a model in the order in which they run, with their present alphas; `None` if it has none."""
+    """The decayed blocks inside a model in the order in which they run, with their alphas; `None` if it has none."""
     named = [
         (name.rpartition(".")[0], module)
         for name, module in model.named_modules()
@@ -236,7 +236,7 @@ def skip_factors(stack: Stack, alphas: list[list[float]]) -> Iterator[tuple[torc
 
 
 def warn_about_eps(model: nn.Module, stack: Stack, alphas: list[list[float]]) -> None:
-    """Says where a kept function is not quite kept: an eps that is small beside the plain stream may not be beside a decayed one."""
+    """Warns if the function is not quite kept: an eps small for a plain stream may not be so for a decayed one."""
     smallest = min(product for *_, product in running_products(stack.blocks, alphas))
     eps = max(module.eps for module in model.modules() if isinstance(module, nn.LayerNorm))
     if eps / smallest**2 > LARGEST_EPS_SHARE:

@@ -1,4 +1,4 @@
-"""Whether a block is what the user says: `x + f(x)` with these readers and adders. Tried with its first real input."""
+"""Checks on its first real input that a block is what the user says: `x + f(x)` with these readers and adders."""
 
 import torch
 from torch import nn
@@ -11,8 +11,8 @@ def check_residual_block(
 ) -> None:
     """Raises `UserError` if the block is not a pre-norm block of these branches.
 
-    Without what its adders return, a residual block returns its input. Without what its readers read, it returns its input
-    and something that does not depend on it.
+    If its adders output zero, a residual block returns its input. If its readers get zero, it returns its input plus
+    something that does not depend on it.
     """
     stream = kwargs[stream_name] if stream_name in kwargs else args[0]
 
@@ -39,7 +39,7 @@ def check_residual_block(
 
 
 def run_with_hooks(run, stream: torch.Tensor, block: nn.Module, names: list[str], register) -> torch.Tensor:
-    """Runs the block without a trace: no gradients, no random numbers used up, no hooks left."""
+    """Runs the block without side effects: no gradients, no random numbers used up, no hooks left."""
     handles = [register(block.get_submodule(name)) for name in names]
     devices = [stream.device] if stream.device.type == "cuda" else []
     try:

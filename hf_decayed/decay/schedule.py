@@ -13,7 +13,7 @@ from .families import Block, Branch
 
 @dataclass
 class DecaySettings:
-    """What `decay_shortcuts` was asked for; all blocks of a stack share one object.
+    """The arguments of `decay_shortcuts`; all blocks of a stack share one object.
 
     `keep_function` says that the weights of the branches were scaled so that the network computes what it did before.
     """

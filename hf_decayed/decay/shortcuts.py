@@ -40,13 +40,13 @@ def decay_shortcuts(
         granularity (`str`, defaults to `"sublayer"`): Whether depth grows with every addition, or with every block (`layer`).
         scope (`str`, defaults to `"both"`): `both`, or only the `attention` or `mlp` branches.
         blocks (`dict`, *optional*):
-            Branches of pre-norm blocks that are not known, in the order in which they run: the module that reads the stream,
-            the module whose output is added, and for folding the branch's last layer.
-            `{MyBlock: [("norm1", "attn", "attn.proj"), ("norm2", "mlp", "mlp.fc2")]}`. Whether this is true is tried with
-            the first input of each block (not if that is compiled).
+            Branches of pre-norm blocks that this package does not know, in the order in which they run: the module
+            that reads the stream, the module whose output is added, and for folding the branch's last layer.
+            `{MyBlock: [("norm1", "attn", "attn.proj"), ("norm2", "mlp", "mlp.fc2")]}`. This is checked with the first
+            input of each block (unless the block is compiled).
         keep_function (`bool`, defaults to `False`):
-            Scales the weights of the branches so that the model computes what it did, in order to train a public
-            checkpoint further with decay.
+            Scales the weights of the branches so that the model's outputs stay the same, to continue training a public
+            checkpoint with decay.
         part (`str`, *optional*):
             Name of the submodule to decay, for models with several residual stacks, such as `vision_model`.
 
@@ -87,11 +87,12 @@ def decay_shortcuts(
 def fold_shortcuts(model: nn.Module) -> nn.Module:
     """Turns a decayed model, in place, into a stock model of the same class whose outputs are the same.
 
-    Weights of the branches are divided by the decay that the stream has passed. Everything behind the final norm is as
-    before, to the precision of the weights and the eps of the norms; hidden states, and last hidden states of models without
-    a final norm, come out divided by the product of the alphas. A model of `decay_shortcuts(..., keep_function=True)` folds
-    exactly. SiT and U-ViT of this package become networks with `shortcut_decay=1.0`; for encoders with skips or without a
-    final norm see [`stock_model`]. Fold a `copy.deepcopy(model)` to go on training the decayed one.
+    Weights of the branches are divided by the decay that the stream has passed. Everything after the final norm is as
+    before, to the precision of the weights and the eps of the norms; hidden states, and last hidden states of models
+    without a final norm, come out divided by the product of the alphas. A model of `decay_shortcuts(...,
+    keep_function=True)` folds exactly. SiT and U-ViT of this package become networks with `shortcut_decay=1.0`; for
+    encoders with skips or without a final norm see [`stock_model`]. Fold a `copy.deepcopy(model)` to continue training
+    the decayed one.
 
     Raises `UserError` for models that read their stream without a norm (ResNet, UNet2D), for quantised or sharded
     weights, unmerged adapters, and if float16 would overflow. Returns the model.
@@ -107,7 +108,7 @@ def fold_shortcuts(model: nn.Module) -> nn.Module:
 
 
 def remove_decay(model: nn.Module) -> nn.Module:
-    """Gives a decayed model plain shortcuts again, in place; its weights stay, so that it computes something else.
+    """Gives a decayed model plain shortcuts again, in place; its weights stay, so its outputs change.
 
     To keep what the model computes, see [`fold_shortcuts`]. Returns the model.
     """
@@ -120,7 +121,7 @@ def remove_decay(model: nn.Module) -> nn.Module:
 
 
 def set_shortcut_decay(model: nn.Module, value: float) -> None:
-    """Sets the `shortcut_decay` of a decayed model, in (0, 1], such as for a warm-up from 1; the weights stay.
+    """Sets the `shortcut_decay` of a decayed model, in (0, 1], for example in a warm-up from 1; the weights stay.
 
     A compiled model is compiled again for new values.
     """

@@ -21,7 +21,7 @@ from .families import (
 )
 
 
-# Only the user knows whether a norm stands behind the last of these blocks.
+# Only the user knows whether a norm follows the last of these blocks.
 USER_OUTPUT = "what leaves the last block"
 UNET_REFUSAL = "the skips and resampling layers of a UNet read its stream without a norm"
 UNET_PARTS = ("DownBlock2D", "AttnDownBlock2D", "UNetMidBlock2D", "UpBlock2D", "AttnUpBlock2D")
@@ -36,7 +36,7 @@ class Stack:
     # Why the decay cannot be folded into stock weights; empty if it can.
     fold_refusal: str = ""
     raw_output: str = ""
-    is_unchecked: bool = False  # blocks of the user are compared with what `blocks` says when they run first
+    is_unchecked: bool = False  # the user's blocks are compared with `blocks` when they first run
 
 
 def find_stack(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]] | None = None) -> Stack:
@@ -57,7 +57,7 @@ def find_stack(model: nn.Module, blocks: dict[type, list[tuple[str, ...]]] | Non
 
 
 def find_part(model: nn.Module, part: str = "") -> nn.Module:
-    """The submodule of this name; the model itself without one."""
+    """The submodule of this name; without a name, the model itself."""
     if not isinstance(model, nn.Module):
         raise UserError(f"`model` must be a torch module, got {type(model).__name__}.")
     if not has_module(model, part):

@@ -59,7 +59,8 @@ def stock_model(model: nn.Module) -> PreTrainedModel:
     `last_hidden_state` of an encoder, `logits` of a classifier, and loss and `logits` of a plain masked autoencoder agree to
     the precision of the weights and the eps of the norms; hidden states of earlier layers are scaled. Encoders without a
     final norm become `BeitModel`, whose key projections have no bias: it changes no attention. Encoders with one become
-    `ViTModel`. Their `pooler_output` is not ours: the mean of the patches after a norm, and the class token.
+    `ViTModel`. Their `pooler_output` is not ours: BEiT's is the mean of the patches after a norm, ViT's the class
+    token.
 
     Raises `UserError` for models without such a class. Returns a new model; the old one stays as it is.
 
@@ -105,7 +106,8 @@ def find_stock_class(model: nn.Module) -> type[PreTrainedModel]:
 
 def stock_config(stock_class: type[PreTrainedModel], config, product: float):
     fields = {name: getattr(config, name) for name in SHARED_FIELDS}
-    # The first layers see a stream that is smaller by the whole product, and an eps that is small beside it.
+    # The first layers see a stream that is smaller by the whole product, and need an eps that is small compared with
+    # it.
     fields["layer_norm_eps"] = config.layer_norm_eps * product**2
     if "ForImageClassification" in stock_class.__name__:
         fields |= {"id2label": config.id2label, "label2id": config.label2id}
@@ -124,7 +126,7 @@ def stock_config(stock_class: type[PreTrainedModel], config, product: float):
 
 
 def scale_weights(weights: dict[str, torch.Tensor], alphas: list[float], branch_scale: float) -> None:
-    """Multiplies embeddings and the outputs of all branches, by names without the prefix of the encoder."""
+    """Scales embeddings and the outputs of all branches; names are without the prefix of the encoder."""
     scale = math.prod(alphas)
     projection = "embeddings.patch_embeddings.projection"
     for name in (
@@ -148,7 +150,7 @@ def load_stock_weights(stock: PreTrainedModel, weights: dict[str, torch.Tensor])
     for name, parameter in stock.state_dict().items():
         own_name = name.removeprefix(prefix)
         if own_name not in weights:
-            # The norm of a classifier stands behind its pooling, where BEiT has the norm of its pooler.
+            # The norm of a classifier follows its pooling, where BEiT has the norm of its pooler.
             own_name = own_name.replace("pooler.layernorm", "fc_norm").replace("layernorm", "fc_norm")
         if own_name in weights:
             loaded[name] = weights[own_name]

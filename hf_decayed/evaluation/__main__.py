@@ -25,7 +25,7 @@ from .lower_precision import cast_weights, describe_precision, resolve_dtype
 from .tables import protocol_text, results_tables
 
 
-COMPARED_IMAGES = 64  # whose features are computed in float32 too, where the weights are in lower precision
+COMPARED_IMAGES = 64  # whose features are also computed in float32 if the weights are in lower precision
 
 
 def evaluate(arguments: list[str] | None = None) -> str:
@@ -63,7 +63,7 @@ def evaluate(arguments: list[str] | None = None) -> str:
 
 
 def save_pictures(path: Path, results: dict) -> list[str]:
-    """Draws what the results have a picture for; returns a line that says where it is."""
+    """Draws the picture of the results, if they have one; returns a line that says where it is."""
     from ..plots import is_patch_layer, save_heat_maps, save_what_and_where
 
     try:
@@ -73,7 +73,7 @@ def save_pictures(path: Path, results: dict) -> list[str]:
         if sum(map(is_patch_layer, results["rows"])) > 1:
             save_what_and_where(path, {results["model"]: results["rows"]})
             return [f"what and where against depth: {path}"]
-    except UserError as error:  # without matplotlib; the numbers are written
+    except UserError as error:  # matplotlib is missing; the numbers are written
         return [f"no picture: {format_error(error)}"]
     return []
 
@@ -140,7 +140,7 @@ def cast_encoder(model, processor, splits: ImageSplits, options: argparse.Namesp
 
 
 def merge_results(pooled: dict, dense: dict) -> dict:
-    """Results of pooled and dense features as one; `dense_dataset` says which images the dense ones are of."""
+    """Merges the results of pooled and dense features; `dense_dataset` describes the images of the dense ones."""
     if not pooled:
         return dense
     return {
@@ -152,7 +152,7 @@ def merge_results(pooled: dict, dense: dict) -> dict:
 
 
 def run_pipeline(options: argparse.Namespace, accelerator: Accelerator) -> dict:
-    # Here: these import diffusers, which takes seconds, and encoders do not need it.
+    # Imported here, because these import diffusers, which takes seconds and which encoders do not need.
     from .blocks import evaluate_block_patches, evaluate_blocks
     from .sampling import COMPARED_SAMPLES, load_pipeline, read_json, sample, scheduler_config
 
@@ -245,7 +245,7 @@ def load_splits(options: argparse.Namespace, accelerator: Accelerator, max_eval_
 
 
 def training_held_out_rule(model: Path, dataset_name: str) -> str | None:
-    """Which images of a data set the training of a model held out, by its `results.json`; `None` if that is unknown."""
+    """Which images of a data set a model's training held out, by its `results.json`; `None` if unknown."""
     try:
         dataset = json.loads((model / "results.json").read_text())["dataset"]
         return dataset["held_out"] if dataset["name"] == dataset_name else None

@@ -66,7 +66,7 @@ def build_parser() -> OneLineParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="folder or repository of an encoder or a pipeline; or samples")
-    parser.add_argument("--revision", help="of the repository; pin it when you trust its code")
+    parser.add_argument("--revision", help="revision of the repository; pin it when you trust its code")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--output", type=Path, help="JSON file; by default in outputs/evaluate")
     parser.add_argument(
@@ -75,7 +75,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--cpu_threads",
         type=positive_int,
-        help="per process; by default OMP_NUM_THREADS, else chosen by a short trial",
+        help="threads per process; by default OMP_NUM_THREADS, else chosen by a short trial",
     )
     data = add_data_arguments(parser)
     data.add_argument("--max_train_samples", type=positive_int)
@@ -84,8 +84,9 @@ def build_parser() -> OneLineParser:
     metrics.add_argument(
         "--metrics",
         type=comma_separated,
-        help=f"comma-separated; of features {','.join(ENCODER_METRICS)}, of patches {','.join(DENSE_METRICS)}, of samples "
-        f"{','.join(SAMPLE_METRICS)}; by default {','.join(FEATURE_METRICS)} for an encoder, all of samples for a pipeline",
+        help=f"comma-separated; for features {','.join(ENCODER_METRICS)}, for patches {','.join(DENSE_METRICS)}, "
+        f"for samples {','.join(SAMPLE_METRICS)}; by default {','.join(FEATURE_METRICS)} for an encoder, "
+        "all sample metrics for a pipeline",
     )
     metrics.add_argument("--seed", type=non_negative_int, default=0)
     metrics.add_argument("--batch_size", type=positive_int, default=64)
@@ -93,7 +94,8 @@ def build_parser() -> OneLineParser:
         "--dtype",
         choices=DTYPES,
         default="float32",
-        help="of the weights; auto: bfloat16 where a short trial is faster with it; the difference from float32 is reported",
+        help="dtype of the weights; auto: bfloat16 if a short trial is faster with it; the difference from float32 "
+        "is reported",
     )
     add_feature_arguments(parser)
     add_sample_arguments(parser)
@@ -105,32 +107,35 @@ def add_feature_arguments(parser: argparse.ArgumentParser) -> None:
     features.add_argument(
         "--features",
         type=comma_separated,
-        help="of an encoder: comma-separated <layer>.<pooling>, such as last.mean,6.cls,last.patches; `all_layers` is the "
-        "model's own pooling, or patches, at every depth; by default the model's own pooling and the class token of the last "
-        "layer, or its patches",
+        help="features of an encoder: comma-separated <layer>.<pooling>, such as last.mean,6.cls,last.patches; "
+        "`all_layers` is the model's own pooling, or patches, at every depth; by default the model's own pooling and "
+        "the class token of the last layer, or its patches",
     )
     features.add_argument(
         "--blocks",
         type=comma_separated,
-        help="of a diffusion model: comma-separated names of modules; by default all blocks",
+        help="blocks of a diffusion model: comma-separated names of modules; by default all",
     )
     features.add_argument(
         "--noise_levels",
         type=noise_levels,
         default=list(NOISE_LEVELS),
-        help="of a diffusion model, comma-separated: data 0, noise 1; by default "
+        help="noise levels for a diffusion model, comma-separated, from 0 (data) to 1 (noise); by default "
         + ",".join(f"{level:g}" for level in NOISE_LEVELS),
     )
     features.add_argument(
         "--dense_images", type=positive_int, default=2000, help="images of each split whose patches are evaluated"
     )
     features.add_argument(
-        "--num_clusters", type=positive_int, default=27, help="of k-means over all patches, for segmentation"
+        "--num_clusters", type=positive_int, default=27, help="clusters of k-means over all patches, for segmentation"
     )
     features.add_argument("--pixels", type=boolean, default=True, help="evaluate raw pixels too (default: true)")
     features.add_argument("--k", type=positive_int, default=20, help="neighbours of kNN (default: 20)")
     features.add_argument(
-        "--temperature", type=non_negative_float, default=0.07, help="of kNN; 0 gives every neighbour one vote"
+        "--temperature",
+        type=non_negative_float,
+        default=0.07,
+        help="temperature of kNN; 0 gives every neighbour one vote",
     )
     features.add_argument("--probe_protocol", choices=list(PROTOCOLS), default="ridge")
 
@@ -145,7 +150,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     samples.add_argument(
         "--guidance_scale", type=non_negative_float, default=1.0, help="as in diffusers: 1 is no guidance"
     )
-    samples.add_argument("--vae", metavar="PATH", help="autoencoder for a pipeline of latents that has none")
+    samples.add_argument("--vae", metavar="PATH", help="autoencoder for a latent pipeline that has none")
     samples.add_argument(
         "--samples_dir", type=Path, default=Path("outputs/samples"), help="cache of samples (default: %(default)s)"
     )
@@ -155,15 +160,18 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         help="network whose features are compared: pixels (averaged to 8 x 8), inception (FID; needs torch-fidelity), or "
         "any folder or repository that AutoModel loads",
     )
-    samples.add_argument("--feature_net_revision", help="of its repository")
+    samples.add_argument("--feature_net_revision", help="revision of its repository")
     samples.add_argument("--reference", help=".npz file or folder of real images; by default the training images")
     samples.add_argument(
-        "--bootstraps", type=positive_int, default=20, help="for the spread of the Frechet distance (default: 20)"
+        "--bootstraps",
+        type=positive_int,
+        default=20,
+        help="resamplings for the spread of the Frechet distance (default: 20)",
     )
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Checked options; `kind` is that of the model, `metrics` and `output` are set."""
+    """Parsed and checked options, with the `kind` of the model, `metrics` and `output` filled in."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     options.kind = model_kind(options.model, options.revision)

@@ -128,7 +128,7 @@ def latent_encoder(encode: Encoder, pipeline) -> Encoder:
             scaling[name] = getattr(pipeline.config, field)
 
     def encode_images(pixel_values, indices):
-        with torch.autocast(pixel_values.device.type, enabled=False):  # as for the latents of training
+        with torch.autocast(pixel_values.device.type, enabled=False):  # as for the training latents
             latents = vae.encode(pixel_values.to(vae.dtype)).latent_dist.mode().float()
         return encode((latents - scaling["shift"]) * scaling["scale"], indices)
 

@@ -28,8 +28,8 @@ class Shortcuts:
 
     Args:
         stack (`Stack`): Its blocks, in the order in which they run.
-        alphas (`list[list[float]]`): Of every addition of every block.
-        settings (`DecaySettings`, *optional*): Of a model that `decay_shortcuts` has changed.
+        alphas (`list[list[float]]`): Alpha of every addition of every block.
+        settings (`DecaySettings`, *optional*): Settings of a model that `decay_shortcuts` has changed.
     """
 
     stack: Stack
@@ -91,12 +91,12 @@ def token_norms(tokens: torch.Tensor) -> torch.Tensor:
 def watch_block(module: nn.Module, block: Block, alphas: list[float], is_carried: bool, record: Callable) -> list:
     """Hooks that record the stream before every addition of a block, and what is added.
 
-    The stream is seen where branches read it. What is added is the difference of two streams, not the output of a module,
-    because layer scales and gates come behind modules. `is_carried` says that `decay_shortcuts` is at work: then readers get
-    the stream times the alphas that are still to come in the block.
+    The stream is recorded where branches read it. What is added is the difference of two streams, not the output of a
+    module, because layer scales and gates come after modules. `is_carried` says that `decay_shortcuts` has changed the
+    block: then readers get the stream times the alphas that are still to come in the block.
     """
     branches = [step[0] for step in block.steps]
-    streams: list[torch.Tensor] = []  # of the addition that is under way
+    streams: list[torch.Tensor] = []  # of the current addition
 
     def pass_stream(number: int, stream: torch.Tensor) -> None:
         if number > 0:

@@ -10,7 +10,7 @@ from .effective_rank import in_double
 from .knn import check_labelled, check_splits
 
 
-NUM_RUNS = 20  # of the dissertation
+NUM_RUNS = 20  # as in the dissertation
 
 
 @torch.no_grad()
@@ -20,9 +20,9 @@ def spherical_kmeans(
     """Clusters `(number,)` of features by their directions: cosine similarity, and centres of length 1.
 
     Args:
-        features (`torch.Tensor` of shape `(number, dim)`): Of any scale.
-        seed (`int`): Of the first centres, which are drawn as in k-means++.
-        restarts (`int`, defaults to 1): The best of so many, by the sum of similarities.
+        features (`torch.Tensor` of shape `(number, dim)`): Features, of any scale.
+        seed (`int`): Seed of the initial centres, which are drawn as in k-means++.
+        restarts (`int`, defaults to 1): Number of runs, of which the one with the largest sum of similarities is kept.
     """
     if not 1 <= num_clusters <= len(features):
         raise ValueError(f"`num_clusters` must lie in [1, {len(features)}], got {num_clusters}.")
@@ -57,7 +57,7 @@ def first_centres(rows: torch.Tensor, number: int, generator: torch.Generator) -
 
 
 def contingency(clusters: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Number of samples `(clusters, classes)` in every cluster of every class."""
+    """Number of samples of every class in every cluster, `(clusters, classes)`."""
     if clusters.shape != labels.shape or clusters.ndim != 1 or len(clusters) == 0:
         raise ValueError(
             f"Clusters and labels must be two lists of one length, got {tuple(clusters.shape)} and {tuple(labels.shape)}."
@@ -71,7 +71,7 @@ def contingency(clusters: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def cluster_accuracy(clusters: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of samples whose cluster stands for their class, with the best matching of clusters and classes."""
+    """Fraction of samples whose cluster is matched with their class, under the best one-to-one matching."""
     counts = contingency(clusters, labels)
     try:
         from scipy.optimize import linear_sum_assignment  # here: scipy comes with an extra
@@ -95,7 +95,7 @@ def entropy(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def purity(clusters: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of samples that have the most frequent class of their cluster."""
+    """Fraction of samples that have the most frequent class of their cluster."""
     return contingency(clusters, labels).amax(dim=1).sum().item() / len(labels)
 
 
@@ -115,7 +115,7 @@ def kmeans_metrics(
         features (`torch.Tensor` of shape `(number, dim)`): Usually of held-out images.
         labels (`torch.Tensor` of shape `(number,)`): Classes, counted from 0.
         num_clusters (`int`, *optional*): By default the number of classes.
-        runs (`int`, defaults to 20): Each with its own first centres.
+        runs (`int`, defaults to 20): Runs, each with its own initial centres.
     """
     check_labelled("k-means", features, labels)
     if runs < 1:
@@ -151,7 +151,7 @@ def linear_svm(
         raise UserError("A support vector machine needs scikit-learn: pip install 'hf_decayed[training]'.") from error
     train, test = in_double(train_features).cpu(), in_double(test_features).cpu()
     mean, deviation = train.mean(dim=0), train.std(dim=0).clamp(min=1e-12)
-    # The primal problem: there are more samples than features.
+    # The primal problem if there are more samples than features.
     machine = LinearSVC(C=regularization, dual=len(train) < train.shape[1], random_state=seed, max_iter=5000)
     machine.fit(((train - mean) / deviation).numpy(), train_labels.cpu().numpy())
     predicted = machine.predict(((test - mean) / deviation).numpy())

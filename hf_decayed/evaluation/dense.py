@@ -25,10 +25,10 @@ class DenseMetrics:
 
     Args:
         names (`Sequence[str]`): `segmentation` (needs masks), `where`, or both.
-        num_clusters (`int`): Of k-means over the patches of all images.
-        num_seeds (`int`): Of k-means; segmentation is the mean over them, with its deviation.
-        max_images (`int`): Of each split: dense features are large.
-        seed (`int`): The first of k-means, and that of the split of the position probe.
+        num_clusters (`int`): Clusters of k-means over the patches of all images.
+        num_seeds (`int`): Seeds of k-means; segmentation is their mean, with its deviation.
+        max_images (`int`): Images per split: dense features are large.
+        seed (`int`): First seed of k-means, and seed of the position probe's split.
     """
 
     names: Sequence[str] = DENSE_METRICS
@@ -177,7 +177,7 @@ def merge_encoders(*encoders: Encoder) -> Encoder:
 
 
 def check_memory(encode: Encoder, images: EvaluationDataset, number: int, accelerator: Accelerator) -> None:
-    """Encodes one image to learn how much memory all of them will take; too much is an error."""
+    """Encodes one image to estimate how much memory all of them will take; too much is an error."""
     batch = images.__getitems__([0])
     if "pixel_values" not in batch:  # the first image cannot be decoded
         return

@@ -21,8 +21,8 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
     if kind not in ("entropy", "exponential", "rankme"):
         raise ValueError(f"`kind` must be 'entropy', 'exponential' or 'rankme', got {kind!r}.")
     features = features.cpu() if features.device.type == "mps" else features  # MPS has no float64
-    # Within a block in the features' own precision, which is twice as fast, and over blocks in float64. RankMe takes square
-    # roots of the spectrum, which amplify rounding: all in float64.
+    # Blocks are computed in the features' own precision, which is twice as fast, and summed in float64. RankMe takes
+    # square roots of the spectrum, which amplify rounding, so that all of it is in float64.
     dtype = torch.float64 if kind == "rankme" else torch.promote_types(features.dtype, torch.float32)
     # The smaller of the two matrices has the same non-zero spectrum: dim x dim, or number x number for few samples.
     if features.ndim == 2 and 0 < features.shape[1] <= len(features):
@@ -33,7 +33,7 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
         centred = features.double() - (0.0 if kind == "rankme" else mean)
         gram = centred @ centred.T
     spectrum = torch.linalg.eigvalsh(gram, UPLO="U").clamp(min=0)
-    # Centred constant features are not exactly zero, but rounding.
+    # After centring, constant features are rounding errors, not exactly zero.
     if spectrum.sum() <= (8 * torch.finfo(dtype).eps) ** 2 * len(features) * mean.square().sum():
         return 0.0 if kind == "entropy" else 1.0
     if kind == "rankme":
@@ -47,7 +47,7 @@ def effective_rank(features: torch.Tensor, kind: str = "entropy") -> float:
 def gram_and_mean(features: torch.Tensor, dtype: torch.dtype, is_centred: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Upper triangle of the products of all features, centred or not, and their mean; one pass, in blocks of `dtype`.
 
-    The mean of a sample is near enough to the mean for the precision of the products; the difference is taken out at the end.
+    Centring uses the mean of a sample, which is precise enough for the products; the rest is subtracted at the end.
     """
     centre = torch.zeros(features.shape[1], dtype=dtype, device=features.device)
     if is_centred:

@@ -32,9 +32,9 @@ class FeatureMetrics:
 
     Args:
         names (`Sequence[str]`): Some of `knn`, `linear`, `rank`, `knn_whitened`, `kmeans`, `svm` and `invariance`.
-        k (`int`), temperature (`float`, *optional*): Of [`knn_accuracy`].
-        probe_protocol (`str`): Of [`linear_probe`], a name in `PROTOCOLS`.
-        seed (`int`): Of the linear probe.
+        k (`int`), temperature (`float`, *optional*): Arguments of [`knn_accuracy`].
+        probe_protocol (`str`): Protocol of [`linear_probe`], a name in `PROTOCOLS`.
+        seed (`int`): Seed of the linear probe.
     """
 
     names: Sequence[str] = FEATURE_METRICS
@@ -97,10 +97,10 @@ class FeatureSource:
     Args:
         names (`list[str]`): Features that `encode` returns.
         processor: Prepares images; called as transformers' image processors are.
-        num_channels (`int`): Of the images that the model takes.
+        num_channels (`int`): Channels of the images that the model takes.
         identity (`dict`): JSON-plain, with the fingerprint of the `model` in it: the key of cached features.
         description (`str`): What the features are, for readers of the results.
-        dtype (`str`): Of the weights, such as `float32`.
+        dtype (`str`): dtype of the weights, such as `float32`.
     """
 
     encode: Encoder

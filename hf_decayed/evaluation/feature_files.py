@@ -33,7 +33,8 @@ def write_features(
     """Writes one feature of every image with names and labels; returns a summary.
 
     Args:
-        images (`str` or `os.PathLike`): Folder of images, also by class, or whatever `--dataset_path` takes.
+        images (`str` or `os.PathLike`): Folder of images, with or without a subfolder per class, or whatever
+            `--dataset_path` takes.
         model (`str`): Folder or repository of a vision encoder with its image processor.
         output (`str` or `os.PathLike`):
             `*.safetensors`: `features` `(number, dim)`, `labels` (-1 without classes); names of images and classes are JSON in the

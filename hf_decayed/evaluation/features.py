@@ -4,10 +4,10 @@
     >>> features = extract_features(encode, images, "outputs/features", identity={"model": model_fingerprint(model)})
     >>> features["last.mean"], features["6.cls"], features["labels"]
 
-Features have names. Of a transformers encoder: `<layer>.<pooling>`, with the number of a layer (0 is the embedding) or
-`last` (after the final norm, if there is one), and `cls`, `mean` (all tokens), `patch_mean` or `pooler` (the model's own);
-`patches` are dense features, a vector for every patch.
-Of a diffusion model: `<module>@<noise level>`. Raw pixels, as a baseline: `pixels`.
+Features have names. For a transformers encoder: `<layer>.<pooling>`, with the number of a layer (0 is the embedding)
+or `last` (after the final norm, if there is one), and `cls`, `mean` (all tokens), `patch_mean` or `pooler` (the
+model's own); `patches` are dense features, a vector for every patch. For a diffusion model: `<module>@<noise level>`.
+For raw pixels, as a baseline: `pixels`.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from ..errors import UserError
 from ..models.modeling_decayed_vit_mae import pool_tokens
 
 
-NOISE_LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)  # of the features of diffusion models, by default
+NOISE_LEVELS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)  # default for features of diffusion models
 POOLINGS = ("cls", "mean", "patch_mean", "pooler", "patches")
 PIXELS_SIZE = 32  # height and width of raw pixels as features; larger images are averaged down
 
@@ -38,10 +38,10 @@ class Extraction:
     """How features are extracted, and where they are cached.
 
     Args:
-        folder (`Path`): For the shards of features.
+        folder (`Path`): Cache of feature shards.
         num_workers (`int`, *optional*):
-            Processes that decode images, by default one for every core, 16 at most; none on a CPU, which has its cores for the
-            model.
+            Processes that decode images, by default one for every core, 16 at most; none on a CPU, whose cores the
+            model needs.
         on_bad_image (`str`): `stop` or `skip`, for an image that cannot be decoded.
     """
 
@@ -119,7 +119,7 @@ def transformer_encoder(model: torch.nn.Module, names: list[str]) -> Encoder:
 
 
 def unmasked_inputs(model: torch.nn.Module, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a model must be passed to see all patches in their order.
+    """Inputs with which a model sees all patches, in order.
 
     transformers' ViTMAE masks and shuffles in evaluation too: its ratio is set to 0, and rising noise does not shuffle.
     """
@@ -148,7 +148,8 @@ def diffusion_encoder(
         levels (`list[float]`):
             Noise levels from 0 (data) to 1 (noise): a share of the scheduler's timesteps, or, for flow matching, of the
             straight line from data to noise. Levels of the two kinds are not comparable.
-        seed (`int`): Of the noise, which is keyed by image and level: batches and processes do not change the features.
+        seed (`int`): Seed of the noise, which is keyed by image and level: batches and processes do not change the
+            features.
         pooling (`str`): `mean` over all positions, or `patches`: dense features.
         inputs: Passed on to the model; a tensor with one entry is repeated for the batch.
 
@@ -166,8 +167,8 @@ def diffusion_encoder(
         raise ValueError(f"Noise levels lie in [0, 1], from data to noise; got {outside[0]}.")
     is_flow = not hasattr(scheduler, "add_noise") or getattr(scheduler.config, "use_flow_sigmas", False)
     num_timesteps = scheduler.config.num_train_timesteps
-    # DDPM's `add_noise` for the same noise schedule: solvers add noise by their inference steps, and DPM-Solver, before
-    # `set_timesteps`, by the reversed schedule.
+    # DDPM's `add_noise` with the same noise schedule: solvers' own follows their inference steps, and DPM-Solver's,
+    # before `set_timesteps`, the reversed schedule.
     ddpm = None if is_flow else DDPMScheduler.from_config(scheduler.config)
 
     def add_noise(pixel_values, noise, level):
@@ -261,7 +262,7 @@ def hash_json(value) -> str:
 
 
 def pipeline_network(pipeline) -> torch.nn.Module:
-    """The network that draws: what diffusers calls `unet` or `transformer`, or the `generator` of a GAN."""
+    """The network that generates: what diffusers calls `unet` or `transformer`, or the `generator` of a GAN."""
     for name in ("unet", "transformer", "generator"):
         if hasattr(pipeline, name):
             return getattr(pipeline, name)

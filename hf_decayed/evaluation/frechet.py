@@ -114,7 +114,7 @@ def neighbours(
 
 
 def mean_and_covariance(features: torch.Tensor, chunk_size: int = 8192) -> tuple[torch.Tensor, torch.Tensor]:
-    """In double precision, by chunks: features of a million images need no second copy."""
+    """Mean and covariance in double precision, by chunks: features of a million images need no second copy."""
     parts = features.split(chunk_size)
     mean = sum(in_double(part).sum(dim=0) for part in parts) / len(features)
     scatter = sum(centred.T @ centred for centred in (in_double(part) - mean for part in parts))

@@ -44,7 +44,7 @@ class SampleMetrics:
 
     Args:
         metrics (`Sequence[str]`): Some of `frechet`, `kid` and `prdc`.
-        bootstraps (`int`), seed (`int`): Of [`sample_scores`].
+        bootstraps (`int`), seed (`int`): Arguments of [`sample_scores`].
     """
 
     metrics: Sequence[str] = SAMPLE_METRICS
@@ -77,9 +77,10 @@ def evaluate_samples(
         samples (`SampledImages`): Generated images.
         reference (`ImageSplits` or `SampledImages`):
             Real images: the training images of a data set, cropped to the size of the samples, or a folder or file of
-            images. Held-out images of a data set get a row too, as a scale: the distance between two sets of real images.
+            images. Held-out images of a data set get a row too, for scale: the distance between two sets of real
+            images.
         label (`str`): Names the row of the samples.
-        feature_net (`str`), feature_net_revision (`str`, *optional*): Of [`image_features`].
+        feature_net (`str`), feature_net_revision (`str`, *optional*): Arguments of [`image_features`].
     """
     metrics, extraction = metrics or SampleMetrics(), extraction or Extraction()
     accelerator = accelerator or Accelerator()
@@ -284,13 +285,14 @@ def sample_scores(
 
     Args:
         real, generated (`dict`): `features` of the images, and Inception's `logits`.
-        name (`str`, *optional*): Of the features, for the names of the results. Without a name the features are Inception's,
-            and the results FID, KID and Inception Score.
+        name (`str`, *optional*): Name of the features, for the names of the results. Without a name, the features are
+            Inception's, and the results are FID, KID and Inception Score.
         bootstraps (`int`): Resamplings of the generated images, whose standard deviation is the spread of the Frechet
             distance.
-        subset_size (`int`): Of the kernel distance; at most half of the smaller set, so that subsets differ.
+        subset_size (`int`): Subset size of the kernel distance; at most half of the smaller set, so that subsets
+            differ.
         k (`int`): Neighbour whose distance is the radius for precision, recall, density and coverage.
-        max_neighbour_images (`int`): Of each set, for these four, which compare all pairs.
+        max_neighbour_images (`int`): Images per set for these four metrics, which compare all pairs.
     """
     scores = {}
     real_features, features = real["features"], generated["features"]

@@ -28,12 +28,12 @@ def knn_accuracy(
         temperature (`float`, *optional*, defaults to 0.07):
             A neighbour of cosine similarity s has the weight `exp(s / temperature)`. `None` gives every neighbour one vote;
             a tie goes to the smaller class.
-        num_classes (`int`, *optional*): Labels must be smaller; by default the largest label + 1.
+        num_classes (`int`, *optional*): Labels must be below it; by default the largest label + 1.
         chunk_size (`int`, defaults to 1024): Queries at a time: the matrix of all similarities is never in memory.
         first_pass (`torch.dtype`, *optional*):
-            `torch.bfloat16` looks for candidates in that precision, and compares them in float32. The neighbours are the
-            same: a query whose candidates could lack one is searched in float32. It is for hardware with fast products in
-            that precision, such as GPUs and CPUs with AVX512-BF16 or AMX; elsewhere it is slower.
+            `torch.bfloat16` finds candidates in that precision, and compares them in float32. The neighbours are the
+            same: a query whose candidates might miss one is searched again in float32. It is for hardware with fast
+            products in that precision, such as GPUs and CPUs with AVX512-BF16 or AMX; elsewhere it is slower.
     """
     num_classes = check_splits(train_features, train_labels, test_features, test_labels, num_classes)
     if not 1 <= k <= len(train_features):
@@ -83,8 +83,9 @@ def find_neighbours_twice(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[`find_neighbours`] with `candidates * k` candidates from products in `dtype`, compared in float32.
 
-    A row that is no candidate is at most as similar, in `dtype`, as the last candidate, and its true similarity is larger by
-    the rounding error at most. Queries with a k-th neighbour below that bound are searched again, in float32.
+    A row that is not a candidate is at most as similar, in `dtype`, as the last candidate, and its true similarity is
+    larger by the rounding error at most. Queries with a k-th neighbour below that bound are searched again, in
+    float32.
     """
     queries = F.normalize(queries.float(), dim=1)
     number = min(candidates * k, len(bank))
@@ -114,7 +115,7 @@ def find_neighbours_twice(
 
 
 def rounding_errors(features: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Norm, for every row, of what is lost in `dtype`."""
+    """Norm of every row's rounding error in `dtype`."""
     return torch.linalg.vector_norm(features - features.to(dtype).float(), dim=1)
 
 
@@ -138,7 +139,7 @@ def whiten(
 def candidates_of_rows(
     values: torch.Tensor, k: int, at_least: torch.Tensor, group: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values of every row, and their columns, among which are the row's `k` largest that are larger than `at_least`.
+    """Candidate values of every row and their columns, which include the `k` largest, if they exceed `at_least`.
 
     Rows are divided into groups. The k largest values are in the k groups with the largest maxima, and a group whose maximum
     is not above `at_least` has none, so only few groups are searched. Members of a group are strided, so that the maxima of

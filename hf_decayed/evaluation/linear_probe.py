@@ -34,11 +34,11 @@ class ProbeProtocol:
 
 
 PROTOCOLS = {
-    # He et al. for ImageNet-1K, which the paper follows there.
+    # He et al.'s protocol for ImageNet-1K, which the paper follows there.
     "mae_imagenet1k": ProbeProtocol(
         "lars", 0.1, 16384, 90, 10, scale_learning_rate=True, batch_norm=True, augment=True
     ),
-    # The paper for ImageNet-100: on cached features.
+    # The paper's protocol for ImageNet-100, on cached features.
     "paper_imagenet100": ProbeProtocol("adamw", 0.01, 1024, 200),
     # Closed form, for a quick look and for many layers.
     "ridge": ProbeProtocol("ridge", 1e-3, batch_norm=True),
@@ -85,7 +85,7 @@ def probe_classifier(dim: int, num_classes: int, protocol: ProbeProtocol, seed: 
 def probe_optimizer(classifier: torch.nn.Module, protocol: ProbeProtocol, number: int) -> torch.optim.Optimizer:
     """The protocol's optimizer; warns if `number` images are too few for its learning rate."""
     if protocol.optimizer == "lars":
-        # LARS moves the weights by steps times learning rate: epochs times images, whatever the batch size is.
+        # LARS moves the weights by steps times learning rate, which is epochs times images for any batch size.
         if protocol.epochs * protocol.learning_rate * number < 100_000:
             warnings.warn(
                 f"{protocol.epochs} epochs of {number} images are few for this protocol: the classifier hardly moves. "
@@ -142,7 +142,7 @@ def ridge_regression(
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Learning rate at a step over its peak: linear warmup over `warmup_steps`, then a cosine down to 0."""
+    """Fraction of the peak learning rate at a step: linear warm-up over `warmup_steps`, then a cosine down to 0."""
     if step < warmup_steps:
         return step / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)

@@ -1,4 +1,4 @@
-"""Evaluation and sampling with weights in lower precision, and how far that moves the outputs."""
+"""Evaluation and sampling with weights in lower precision, and how much that changes the outputs."""
 
 from collections.abc import Callable
 

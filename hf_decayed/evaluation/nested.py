@@ -1,4 +1,4 @@
-"""Judging nested diffusion: what the upper latents give away, what they decide, and what a single level would do.
+"""Evaluation of nested diffusion: what the upper latents leak, what they decide, and a single network of equal cost.
 
 Images are tensors `(number, channels, height, width)` in [0, 1]; image i of a draw has its own seed.
 """
@@ -22,14 +22,14 @@ def batches(number: int, batch_size: int) -> list[range]:
 def oracle_reconstruction(
     pipeline, images: torch.Tensor, from_level: int = 2, seed: int = 0, batch_size: int = 64, **arguments
 ) -> dict[str, float]:
-    """How much of an image the latents from `from_level` upwards give away: the leakage that condition noise is against.
+    """How much of an image the latents from `from_level` upwards leak, which condition noise is meant to reduce.
 
-    The image is sampled given its own true latents. `oracle_rmse` is the root mean squared difference to it, and
-    `other_rmse` that to another image: where the latents say nothing, the two are equal.
+    Images are sampled given their own true latents. `oracle_rmse` is the root mean squared error of a sample against
+    its image, and `other_rmse` that against another image; if the latents carry no information, the two are equal.
 
     Args:
         pipeline (`NestedDiffusionPipeline`): A chain with a `latent_encoder`.
-        arguments: Of the pipeline's call, such as `num_inference_steps` and `gamma`.
+        arguments: Arguments of the pipeline's call, such as `num_inference_steps` and `gamma`.
     """
     if len(images) < 2:
         raise ValueError(
@@ -67,11 +67,11 @@ def sample_groups(
     batch_size: int = 64,
     **arguments,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images that share their top latent in groups: the images, group by group, and the number of each one's group.
+    """Samples groups of images that share their top latent; returns the images, in order, and their group numbers.
 
     Args:
-        num_latents (`int`): Top latents to sample; with classes, of the classes in turn.
-        arguments: Of the pipeline's call.
+        num_latents (`int`): Top latents to sample; they take the classes in turn, if there are any.
+        arguments: Arguments of the pipeline's call.
     """
     top, number = pipeline.num_levels, num_latents * images_per_latent
     groups = torch.arange(num_latents).repeat_interleave(images_per_latent)
@@ -92,11 +92,11 @@ def sample_groups(
 
 @torch.no_grad()
 def group_neighbours(features: torch.Tensor, groups: torch.Tensor, k: int = 1) -> dict[str, float]:
-    """Whether images with one top latent are neighbours: of features `(number, dim)` with a group number each.
+    """Whether images with the same top latent are neighbours, from features `(number, dim)` and their group numbers.
 
-    `same_latent_knn` is the share of the `k` nearest other images, by cosine similarity, that are of the same group, and
-    `same_latent_chance` what it would be without any relation. `within_distance` and `between_distance` are mean Euclidean
-    distances of pairs of one group and of two.
+    `same_latent_knn` is the fraction of the `k` nearest other images, by cosine similarity, that are in the same
+    group, and `same_latent_chance` what it would be by chance. `within_distance` and `between_distance` are mean
+    Euclidean distances of pairs within a group and between groups.
     """
     check_features("features", features)
     if len(features) != len(groups):
@@ -125,7 +125,7 @@ def chain_macs(pipeline) -> int:
 
 
 def single_macs(network: torch.nn.Module, **changes) -> int:
-    """Multiply-accumulate operations of a U-ViT, or of one level without conditions; `changes` are of config fields."""
+    """Multiply-accumulates of a U-ViT, or of one level without conditions; `changes` override config fields."""
     fields = {name: value for name, value in network.config.items() if not name.startswith("_")}
     fields |= {"condition_levels": [], "condition_sigmas": [], "shortcut_decay": 1.0}  # the decay has no cost
     with torch.device("meta"):

@@ -1,7 +1,7 @@
 """How well images are relit, how good an albedo is, and whether light codes mean the same in all scenes.
 
-Relit images are compared in [-1, 1], as the network gives them: so are the numbers of the dissertation (chapter 6). Albedos
-are linear intensities, which are not negative.
+Relit images are compared in [-1, 1], as the network outputs them and as the dissertation does (chapter 6). Albedos are
+non-negative linear intensities.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Judgement(NamedTuple):
         point1, point2 (`tuple[float, float]`): x and y, as fractions of width and height.
         darker (`str`): `1` or `2`, the point of darker material, or `E` for about equal, as the files of Intrinsic Images in
             the Wild (IIW) label them.
-        weight (`float`): How certain that is.
+        weight (`float`): Confidence of the judgement.
     """
 
     point1: tuple[float, float]
@@ -57,13 +57,13 @@ def relighting_errors(
 def correct_colours(
     predicted: torch.Tensor, target: torch.Tensor, method: Literal["scale", "shift"] = "scale"
 ) -> torch.Tensor:
-    """Images with the colours of the target as far as one number per channel can give them.
+    """Matches the colours of images to the target's, as far as one number per channel can.
 
     Args:
         predicted, target (`torch.Tensor` of shape `(number, 3, height, width)`): Images in [-1, 1].
         method (`str`, defaults to `"scale"`):
             `scale` is the dissertation's: intensities, from 0 to 1, times a factor by least squares. `shift` is the
-            release's, and so of its table: the mean of every channel is moved to the target's.
+            release's, and used for its table: the mean of every channel is moved to the target's.
     """
     check_pair(predicted, target)
     if method == "shift":
@@ -78,7 +78,7 @@ def correct_colours(
 def reference_leakage(relit: torch.Tensor, target: torch.Tensor, reference: torch.Tensor) -> float:
     """Whether the reference's scene shows in relit images: correlation of their error with its edges, mean over images.
 
-    Near 0 if only the light passes, since edges of another scene say nothing of where errors are.
+    Near 0 if only the light is transferred, because edges of another scene do not tell where errors are.
 
     Args:
         relit, target, reference (`torch.Tensor` of shape `(number, 3, height, width)`): Images in [-1, 1].
@@ -103,7 +103,7 @@ def albedo_error(albedo: torch.Tensor, true_albedo: torch.Tensor) -> float:
 
 
 def least_squares_factor(values: torch.Tensor, target: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """The factor of `values` that comes closest to `target`, over some dimensions; 0 where all values are 0."""
+    """The factor that brings `values` closest to `target`, over some dimensions; 0 where all values are 0."""
     product, square = ((values * other).sum(dim=dims, keepdim=True) for other in (target, values))
     return product / square.clamp(min=1e-12)
 
@@ -116,7 +116,7 @@ def whdr(albedo: torch.Tensor, judgements: Sequence[Judgement], delta: float = 0
 
     Args:
         albedo (`torch.Tensor` of shape `(3, height, width)`): Linear intensities.
-        judgements (`Sequence[Judgement]`): Of people, on pairs of points.
+        judgements (`Sequence[Judgement]`): People's judgements of pairs of points.
     """
     if not judgements or sum(judgement.weight for judgement in judgements) <= 0:
         raise ValueError("WHDR needs judgements with a weight above 0.")

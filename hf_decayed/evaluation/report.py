@@ -50,7 +50,7 @@ NORMS_TEXT = (
 
 
 class DepthMetrics(FeatureMetrics):
-    """Metrics of features; those of many dimensions are not whitened, because a small bank does not tell their covariance."""
+    """Metrics of features; high-dimensional ones are not whitened: a small bank cannot tell their covariance."""
 
     def compute(self, train, train_labels, test, test_labels, other_views=None) -> dict[str, float]:
         names = [name for name in self.names if name != "knn_whitened" or len(train) >= 2 * train.shape[1]]
@@ -73,7 +73,7 @@ def report_encoder(
     Args:
         model (`nn.Module`): Vision encoder of transformers or of this package, as it is or after `decay_shortcuts`.
         splits (`ImageSplits`): Training images are the bank of kNN. Without labels or masks their metrics are left out.
-        dense_images (`int`): Images whose norms are measured, and of each split those whose patches are evaluated.
+        dense_images (`int`): Images whose norms are measured, and images per split whose patches are evaluated.
         pooling (`str`): `mean` over tokens, `patch_mean` or `cls`. Not the model's own, because reports are compared, and
             because a class token is constant after the embedding.
     """
@@ -129,7 +129,7 @@ def report_encoder(
     return {
         "model_class": type(model).__name__,
         "pooling": pooling,
-        # Hidden states of Swin and its kin are those of stages, which have several layers.
+        # Hidden states of Swin and similar models are those of stages, which have several layers.
         "depth_unit": "stage" if additions and additions[-1]["layer"] != num_states - 1 else "layer",
         "effective_decay": shortcuts.effective_decay() if shortcuts else None,
         "additions": additions,
@@ -215,8 +215,9 @@ def write_report(
         output (`str` or `Path`, *optional*): Folder; by default `outputs/report/<name of the model>`.
         data (`dict`, *optional*): Arguments of [`load_image_splits`]; by default the bundled images.
         pooling (`str`): See [`report_encoder`].
-        shortcut_decay (`float` or `"auto"`, *optional*): For a stock model: what this decay would change, untrained.
-        keep_function (`bool`): Decays in the form that computes what the stock model does.
+        shortcut_decay (`float` or `"auto"`, *optional*): For a stock model: reports on it with this decay, without
+            training.
+        keep_function (`bool`): Applies the decay in the form that keeps the stock model's outputs.
         command_words (`list[str]`, *optional*): The command that report.json records; by default that of this process.
     """
     started = time.time()
@@ -251,7 +252,7 @@ def write_report(
 
 
 def load_encoder(model: str, revision: str | None = None, trust_remote_code: bool = False):
-    """A vision encoder and its image processor; of CLIP and its kin the vision tower. Other models are refused."""
+    """A vision encoder and its image processor; for CLIP and similar models the vision tower. Others are refused."""
     kind = model_kind(model, revision)
     if kind == "pipeline":
         raise UserError(
@@ -296,7 +297,7 @@ def save_report_files(folder: Path, report: dict) -> str:
     try:
         save_shortcut_report(folder / "report.png", report)
         picture, files = "![by depth](report.png)", f"{files}, report.png"
-    except UserError as error:  # without matplotlib; the numbers are written
+    except UserError as error:  # matplotlib is missing; the numbers are written
         picture, files = "", f"{files}; no picture: {format_error(error)}"
     texts = [
         f"{report['depth_unit']}s: hidden states, before a final norm",
@@ -339,7 +340,7 @@ def format_number(value: float | None) -> str:
 
 
 def describe_report(report: dict) -> str:
-    """What is seen in the numbers, one sentence for each kind, and the notes."""
+    """Describes the numbers, with one sentence for each kind, and adds the notes."""
     return "\n".join([*additions_sentences(report), *depth_sentences(report), *report["notes"]])
 
 

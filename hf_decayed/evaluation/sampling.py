@@ -35,8 +35,8 @@ from .lower_precision import DTYPES, cast_weights, describe_precision, resolve_d
 
 
 PICTURE_IMAGES = 64
-COMPARED_SAMPLES = 8  # that are drawn in float32 too, where the weights are in lower precision
-MAX_TITLES = 16  # columns of a picture that shows a class in each
+COMPARED_SAMPLES = 8  # samples that are also drawn in float32 if the weights are in lower precision
+MAX_TITLES = 16  # columns of a picture with one class per column
 
 
 def sample(
@@ -65,10 +65,10 @@ def sample(
         file_format (`str`, defaults to `"png"`):
             `png`: a file for each sample. `npz`: one file with `arr_0`, bytes `(num, height, width, channels)`, which the
             usual evaluators read. Both come with a picture of the first samples.
-        vae (`str`, *optional*): Autoencoder for a pipeline of latents that has none, such as a converted one.
+        vae (`str`, *optional*): Autoencoder for a latent pipeline that has none, such as a converted one.
         dtype (`str`, defaults to `"float32"`):
-            Of the network's weights; `auto` is bfloat16 where a short trial is faster with it. The first samples are then drawn
-            in both, and the difference is told.
+            dtype of the network's weights; `auto` is bfloat16 if a short trial is faster with it. In lower precision,
+            the first samples are drawn in float32 too, and the difference is reported.
     """
     for name, value in (("num", num), ("batch_size", batch_size), ("num_inference_steps", num_inference_steps)):
         if value < 1:
@@ -89,7 +89,7 @@ def sample(
     scale = "guidance_weights" if "guidance_weights" in known else "guidance_scale"
     guidance = {scale: guidance_scale} if guidance_scale != 1.0 or scale in known else {}
     steps = {"num_inference_steps": num_inference_steps} if "num_inference_steps" in known else {}  # a GAN takes one
-    count = "num_images" if "num_images" in known else "batch_size"  # of samples without a class
+    count = "num_images" if "num_images" in known else "batch_size"  # for samples without a class
     for name in (*guidance, count if labels is None else "class_labels"):
         if name not in known:
             raise UserError(f"{type(pipeline).__name__} takes no `{name}`; it takes {', '.join(known)}.")
@@ -130,7 +130,7 @@ def sample(
             generator=[torch.Generator().manual_seed(sample_seed(seed, index)) for index in indices],
             output_type="np",
         ).images
-        if not np.isfinite(images).all():  # of other people's pipelines; ours raise this error themselves
+        if not np.isfinite(images).all():  # for other people's pipelines; ours raise this error themselves
             raise UserError("The samples hold NaN or infinity, so there are no images: try float32, or less guidance.")
         return images
 
@@ -146,7 +146,7 @@ def sample(
         pixels = torch.from_numpy((255 * draw(indices).clip(0, 1)).round().astype(np.uint8))
         shard_path(output, indices).parent.mkdir(exist_ok=True)
         write_shard(shard_path(output, indices), [{"images": pixels}])
-    if file_format == "png":  # every process its own, so that none waits long for another
+    if file_format == "png":  # every process writes its own, so that none waits long for another
         for indices in mine:
             write_images(output / "images", indices, load_shard(shard_path(output, indices))["images"].numpy())
     accelerator.wait_for_everyone()
@@ -162,12 +162,12 @@ def sample(
 
 
 def scheduler_config(pipeline: DiffusionPipeline) -> dict | None:
-    """What defines the steps of a pipeline; `None` for one without a scheduler."""
+    """Config of a pipeline's scheduler, which defines its steps; `None` without one."""
     return public_config(pipeline.scheduler.config) if hasattr(pipeline, "scheduler") else None
 
 
 def check_disk_space(pipeline: DiffusionPipeline, output: Path, num: int) -> None:
-    """Refuses a number of samples that does not fit the disk, before anything is drawn."""
+    """Refuses a number of samples that does not fit on the disk, before anything is drawn."""
     config = pipeline_network(pipeline).config
     size = config.get("sample_size") or 1
     height, width = (size, size) if isinstance(size, int) else size
@@ -181,7 +181,7 @@ def check_disk_space(pipeline: DiffusionPipeline, output: Path, num: int) -> Non
 
 
 def needs_drawing(output: Path, indices: range, file_format: str, finished: list[str]) -> bool:
-    """Whether a batch is to be drawn: one of its images is missing, or the one file of all samples."""
+    """Whether a batch must be drawn, because one of its images, or the one file of all samples, is missing."""
     if file_format == "npz":
         return "npz" not in finished or not (output / "samples.npz").exists()
     return not all((output / "images" / f"{index:06d}.png").exists() for index in indices)
@@ -196,7 +196,7 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """A pipeline from a folder or repository; ours is built from the classes of this package, so that no other code runs.
 
-    `vae` names an autoencoder, for a pipeline of latents that has none or should have another.
+    `vae` names an autoencoder, for a latent pipeline that has none or to replace its own.
     """
     replaced = {"vae": load_vae(vae, "cpu")} if vae else {}
     if (Path(model) / "model_index.json").is_file():
@@ -316,7 +316,7 @@ def write_npz(path: Path, shards: list[Path]) -> None:
 
 
 def first_images(output: Path, number: int, file_format: str) -> np.ndarray:
-    """Bytes `(number, height, width, channels)`."""
+    """The first samples, as bytes `(number, height, width, channels)`."""
     if file_format == "npz":
         with np.load(output / "samples.npz") as arrays:
             return arrays["arr_0"][:number]

@@ -36,8 +36,8 @@ def cluster_miou(
         clusters (`torch.Tensor` of shape `(images, height, width)`): Cluster of each pixel or patch.
         masks (`torch.Tensor` of shape `(images, height, width)`): Classes; clusters of patches are enlarged to their size.
         match (`str`, defaults to `"hungarian"`):
-            `hungarian` gives every class one cluster, so that the most pixels agree, and the other clusters none; `greedy`
-            gives every cluster the class that most of its pixels have.
+            `hungarian` matches every class with one cluster, so that the most pixels agree, and leaves other clusters
+            unmatched; `greedy` gives every cluster the class that most of its pixels have.
         num_classes (`int`, *optional*): By default the largest class + 1. The mean is over classes that occur.
     """
     if match not in ("hungarian", "greedy"):
@@ -114,7 +114,7 @@ def check_masks(masks: torch.Tensor, num_classes: int | None, ignore_index: int)
 
 
 def mean_iou(matched: np.ndarray, total: np.ndarray | None = None) -> float:
-    """From pixels by predicted and true class; `total` has pixels by true class, with those that no class claims."""
+    """Mean IoU from pixels by predicted and true class; `total` has all pixels by true class, also unmatched ones."""
     total = matched.sum(axis=0) if total is None else total
     intersection = np.diagonal(matched)
     union = matched.sum(axis=1) + total - intersection
@@ -123,7 +123,7 @@ def mean_iou(matched: np.ndarray, total: np.ndarray | None = None) -> float:
 
 
 def resize_labels(labels: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    """Label maps `(images, height, width)` at another size, each pixel with the label that is nearest to it."""
+    """Label maps `(images, height, width)` at another size, by nearest neighbour."""
     if labels.ndim != 3:
         raise ValueError(f"Maps must have shape (images, height, width), got {tuple(labels.shape)}.")
     if tuple(labels.shape[1:]) == tuple(size):
@@ -132,7 +132,7 @@ def resize_labels(labels: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
 
 
 def patch_labels(masks: torch.Tensor, grid: tuple[int, int], ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
-    """The class that most pixels of each patch have, `(images, *grid)`; a patch without a class is to be ignored."""
+    """The class that most pixels of each patch have, `(images, *grid)`; a patch without a class is ignored."""
     num_classes = check_masks(masks, None, ignore_index)
     if masks.shape[1] < grid[0] or masks.shape[2] < grid[1]:
         raise ValueError(f"Masks of {tuple(masks.shape[1:])} pixels are smaller than the grid of patches, {grid}.")
@@ -157,8 +157,8 @@ def cluster_patches(
 
     Args:
         num_clusters (`int`, defaults to 27): The paper's number, that of the classes of COCO-Stuff-27.
-        normalize (`bool`): Layer normalisation of every feature, because the scale of tokens differs between networks.
-        max_fit_patches (`int`): Of more patches a random subset has a say in where the centres are.
+        normalize (`bool`): Layer-normalises every feature, because the scale of tokens differs between networks.
+        max_fit_patches (`int`): Largest number of patches that the centres are fitted on; of more, a random subset.
     """
     number, height, width, dim = check_dense(features)
     patches = features.reshape(-1, dim).float().cpu()
@@ -185,7 +185,8 @@ def principal_colours(features: torch.Tensor) -> torch.Tensor:
     patches = patches - patches.mean(dim=0)
     _, directions = torch.linalg.eigh(patches.T @ patches)
     directions = directions.flip(1)[:, :3]
-    # The sign of an eigenvector is arbitrary: chosen here, the same weights give the same picture anywhere.
+    # The sign of an eigenvector is arbitrary; it is fixed here, so that the same weights give the same picture
+    # anywhere.
     directions = directions * directions.sum(dim=0).sign().where(directions.sum(dim=0) != 0, torch.ones(1).double())
     colours = F.pad(patches @ directions, (0, 3 - directions.shape[1]))
     low, high = (torch.quantile(colours[: 2**18], share, dim=0) for share in (0.01, 0.99))
@@ -193,7 +194,7 @@ def principal_colours(features: torch.Tensor) -> torch.Tensor:
 
 
 def require_sklearn():
-    """`sklearn.cluster`, or one sentence that says which extra has it."""
+    """`sklearn.cluster`, or an error that names the extra to install."""
     try:
         import sklearn.cluster
     except ImportError as error:
@@ -267,7 +268,7 @@ def patch_probe(
 
     Args:
         train_masks, test_masks: Classes per pixel; a patch has the class of most of its pixels.
-        max_patches (`int`): Of more patches in a split, a random subset counts.
+        max_patches (`int`): Largest number of patches per split; of more, a random subset is used.
     """
     if method not in ("linear", "knn"):
         raise ValueError(f"`method` must be 'linear' or 'knn', got '{method}'.")
@@ -296,7 +297,7 @@ def spatial_labels(
 ) -> torch.Tensor:
     """Masks of "spatial semantics": class `2 * c` for regions of class `c` on the left, `2 * c + 1` on the right.
 
-    Connected regions are on the side of the border that is nearer to their centre. Regions of fewer than `min_area` pixels,
+    A connected region is on the side whose border is nearer to its centre. Regions of fewer than `min_area` pixels,
     and those whose centre is within `central_share` of the width from the middle, are ignored.
     """
     from scipy import ndimage  # here: scipy comes with an extra

@@ -2,7 +2,7 @@
 
 
 def results_tables(results: dict) -> str:
-    """The rows as a table; of a diffusion model's blocks, one table for every metric."""
+    """The rows as a table; for a diffusion model's blocks, one table per metric."""
     if "grid" not in results:
         return rows_tables(results["rows"])
     grid, lines = results["grid"], []
@@ -55,7 +55,7 @@ def protocol_text(protocol: dict, rows: dict[str, dict[str, float]]) -> str:
 
 
 def rows_tables(rows: dict[str, dict[str, float]]) -> str:
-    """A table for all rows that have the same metrics: pooled and dense features are measured by different ones."""
+    """One table for all rows with the same metrics: pooled and dense features have different ones."""
     if not rows:
         raise ValueError("There are no rows of metrics.")
     groups: dict[tuple, dict] = {}

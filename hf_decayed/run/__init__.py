@@ -1,4 +1,4 @@
-"""What every training script has once: its flags and recipes, and the bookkeeping of a run."""
+"""What all training scripts share: flags and recipes, and the bookkeeping of a run."""
 
 from .optimization import adamw, linear_warmup, warmup_cosine
 from .run import Run, script_main

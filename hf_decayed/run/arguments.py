@@ -29,18 +29,18 @@ from ..errors import repeat_after_launcher
 from ..models.configuration_decayed_vit_mae import SIZES, as_pair
 
 
-PHOTOS = "photos_small"  # the recipe of a script for images of a user's own
-SMALL_IMAGES = 48  # images with a shorter side are not enlarged to that recipe's 64 pixels
+PHOTOS = "photos_small"  # the recipe for the user's own images
+SMALL_IMAGES = 48  # images with a short side below this are not enlarged to that recipe's 64 pixels
 
 
 @dataclass
 class RunOptions:
-    """What [`Run`] needs of a script's flags.
+    """The flags of a script that [`Run`] needs.
 
     Args:
         flags (`dict`): All flags, for `arguments.json` and trackers.
-        signature (`dict`): Flags that make the run what it is; a checkpoint of another signature is refused.
-        eval_every (`int`, *optional*): Steps between evaluations; `None` evaluates at the end alone.
+        signature (`dict`): Flags that define the run; a checkpoint with another signature is refused.
+        eval_every (`int`, *optional*): Steps between evaluations; `None` evaluates only at the end.
     """
 
     output_dir: Path
@@ -67,7 +67,7 @@ class RunOptions:
     push_to_hub: str | None = None
 
     def block_shape(self) -> dict[str, int]:
-        """Batch, tokens, width and heads of the network, as far as its flags tell; the rest is that of ViT-B/16."""
+        """Batch size, tokens, width and heads of the network by its flags; what they leave out is that of ViT-B/16."""
         config = {
             name: value for name, value in {**self.flags, **dict(self.flags.get("fields") or {})}.items() if value
         }
@@ -85,8 +85,8 @@ class ScriptParser(OneLineParser):
     """Parser of a training script, with `--recipe`, `--output_dir` and `--seed`.
 
     Flags come from the command line, else from the recipe, else from the parser's defaults. A recipe is a YAML file of
-    flags; `fields` in it are fields of the model's config. After `parse`, `named` has the flags of the command line that are
-    not their defaults.
+    flags; `fields` in it are fields of the model's config. After `parse`, `named` holds the flags that the command
+    line changed from their defaults.
     """
 
     def __init__(self, script: str, description: str | None):
@@ -128,7 +128,7 @@ class ScriptParser(OneLineParser):
         recipe = yaml.safe_load(path.read_text())
         if images is not None:
             recipe = fit_recipe(recipe, images)
-        if getattr(known, "dataset_path", None):  # instead of the recipe's own data
+        if getattr(known, "dataset_path", None):  # replaces the recipe's own data
             recipe.pop("dataset_name", None)
         actions = {flag.removeprefix("--"): action for action in self._actions for flag in action.option_strings}
         flags = {flag: value for flag, value in recipe.items() if flag != "fields"}
@@ -138,7 +138,7 @@ class ScriptParser(OneLineParser):
             self.set_defaults(**{actions[flag].dest: self.check_value(actions[flag], value)})
         options = self.parse_args(arguments)
         options.recipe = name
-        if images is not None and os.environ.get("RANK", "0") == "0":  # once, however many processes there are
+        if images is not None and os.environ.get("RANK", "0") == "0":  # printed once, not by every process
             print(f"{images} -> {describe_input(recipe, options)}; recipe {name}", flush=True)
         return options, recipe
 
@@ -154,7 +154,7 @@ class ScriptParser(OneLineParser):
             self.error(f"the recipe's {action.option_strings[0]}: {error}")
 
     def signature(self, options: argparse.Namespace) -> dict:
-        """All flags but those of groups whose title says that they may change on resume."""
+        """All flags except those of groups whose title says that they may change on resume."""
         changeable = {
             action.dest
             for group in self._action_groups
@@ -165,23 +165,23 @@ class ScriptParser(OneLineParser):
         return {name: value for name, value in vars(options).items() if name not in changeable}
 
     def run_options(self, options: argparse.Namespace) -> RunOptions:
-        """What `Run` needs of the options; a flag that the script does not have keeps its default."""
+        """The options that `Run` needs; a flag that the script does not have keeps its default."""
         names = {field.name for field in fields(RunOptions)} & vars(options).keys()
         values: dict[str, Any] = {name: getattr(options, name) for name in names}
         return RunOptions(flags=vars(options), signature=self.signature(options), **values)
 
 
 def own_images(options: argparse.Namespace) -> ImageKind | None:
-    """What the images are like that the flags of a script name; `None` for the bundled grey ones."""
+    """The kind of images that a script's flags name; `None` for the bundled grey ones."""
     variant = bundled_variant(options.dataset_name, options.dataset_path)
-    if variant is not None:  # views are not drawn to see what is known
+    if variant is not None:  # their kind is known without drawing views
         return None if variant == "grey" else ImageKind(has_colours=True, height=28, width=28)
     splits = load_image_splits(**data_arguments(options), streaming=getattr(options, "streaming", False))
     return inspect_images(splits.train, splits.image_column)
 
 
 def fit_recipe(recipe: dict, images: ImageKind) -> dict:
-    """A recipe for photos with the channels of these images; small ones keep the number of patches, with patches of 4 x 4."""
+    """Adapts a photo recipe to the channels of these images; small ones keep the number of patches, now of 4 x 4."""
     changes = {} if images.has_colours else {"num_channels": 1, "in_channels": 1}
     if images.short_side < SMALL_IMAGES:
         changes |= {"image_size": 32, "patch_size": 4}
@@ -206,7 +206,7 @@ def list_recipes(recipes: Path) -> str:
 
 
 def add_field_argument(group, help: str = "any config field") -> None:
-    """`--set FIELD=VALUE`, as often as wanted; see [`merge_fields`]."""
+    """Adds `--set FIELD=VALUE`, which may be repeated; see [`merge_fields`]."""
     group.add_argument(
         "--set", dest="fields", action="append", default=[], type=parse_field, metavar="FIELD=VALUE", help=help
     )
@@ -221,7 +221,7 @@ def merge_fields(options: argparse.Namespace, recipe_fields: dict) -> dict:
 
 
 def add_image_arguments(group, crop_scale: tuple[float, float] | None = None) -> None:
-    """Flags of how many images are used and how they are augmented."""
+    """Adds flags for the number of images and their augmentation."""
     group.add_argument("--max_train_samples", type=positive_int)
     group.add_argument("--horizontal_flip", type=boolean, default=True)
     if crop_scale is not None:
@@ -235,7 +235,7 @@ def add_image_arguments(group, crop_scale: tuple[float, float] | None = None) ->
 
 
 def augmentation_arguments(options: argparse.Namespace) -> dict:
-    """Keyword arguments for `Augmentation`, of scripts that have these flags."""
+    """Keyword arguments for `Augmentation`, for scripts that have these flags."""
     return {
         "seed": options.seed,
         "crop_scale": tuple(options.crop_scale),
@@ -249,13 +249,13 @@ def decoding_arguments(options: argparse.Namespace) -> dict:
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, ema_decay: float | None = None):
-    """Flags of the optimization that every script has; returns the group, for the script's own."""
+    """Adds the optimization flags that every script has; returns the group, for the script's own flags."""
     training = parser.add_argument_group("training")
     training.add_argument(
         "--batch_size",
         type=positive_int,
         default=batch_size,
-        help="images per step, over all processes and accumulation",
+        help="images per optimizer step, over all processes and accumulation steps",
     )
     training.add_argument("--gradient_accumulation_steps", type=positive_int, default=1)
     training.add_argument("--weight_decay", type=non_negative_float)
@@ -264,37 +264,37 @@ def add_training_arguments(parser: argparse.ArgumentParser, batch_size: int, ema
         "--ema_decay",
         type=fraction,
         default=ema_decay,
-        help="of an average of the weights, which is evaluated and saved",
+        help="decay of an EMA of the weights, which is then evaluated and saved",
     )
     training.add_argument("--gradient_checkpointing", type=boolean, default=False)
     training.add_argument(
         "--mixed_precision",
         choices=["auto", "no", "bf16", "fp16"],
-        help="auto: bf16 where a short trial is faster with it; accelerate's own setting if not given",
+        help="auto: bf16 if a short trial is faster with it; if not given, accelerate's own setting",
     )
     training.add_argument(
         "--cpu_threads",
         type=positive_int,
-        help="per process; by default OMP_NUM_THREADS, else chosen by a short trial",
+        help="threads per process; by default OMP_NUM_THREADS, else chosen by a short trial",
     )
     training.add_argument("--compile", type=boolean, default=False)
     return training
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str | None, *aliases: str):
-    """Flags of checkpoints, logs and uploads; returns the group, for the script's own that may change on resume.
+    """Adds flags for checkpoints, logs and uploads; returns the group, for the script's own that may change on resume.
 
-    `evaluation` says in words what is evaluated every `--eval_every` steps; without it there is no such flag.
+    `evaluation` describes what happens every `--eval_every` steps; without it there is no such flag.
     """
     running = parser.add_argument_group(f"while it runs ({MAY_CHANGE})")
     running.add_argument("--checkpointing_steps", type=positive_int, default=500)
     running.add_argument("--checkpoints_total_limit", type=positive_int, default=2)
     running.add_argument("--resume_from_checkpoint", metavar="latest|PATH")
     running.add_argument(
-        "--overwrite_output_dir", action="store_true", help="replace the finished model that is there"
+        "--overwrite_output_dir", action="store_true", help="replace the finished model in --output_dir"
     )
     running.add_argument(
-        "--max_skipped_steps", type=non_negative_int, default=20, help="stop after more non-finite steps"
+        "--max_skipped_steps", type=non_negative_int, default=20, help="stop after more non-finite steps than this"
     )
     running.add_argument("--log_every", type=positive_int, default=10, help="steps between lines of metrics.jsonl")
     if evaluation is not None:
@@ -309,7 +309,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str | None, *
         "--memory_limit_gb",
         type=non_negative_float,
         default=2.0,
-        help="keep decoded images of one size in memory up to this",
+        help="keep decoded images in memory up to this limit, if they have one size",
     )
     running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
     running.add_argument("--push_to_hub", metavar="REPOSITORY", help="repository to upload the result to")
@@ -317,20 +317,20 @@ def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str | None, *
 
 
 def add_diffusion_arguments(parser: ScriptParser, sizes: dict, sampler: str, batch_size: int, ema_decay: float):
-    """Flags that all diffusion scripts have; returns the groups of the model and of the training, for the script's own."""
+    """Adds the flags of all diffusion scripts; returns the groups `model` and `training`, for the script's own."""
     data = add_data_arguments(parser)
     add_image_arguments(data)
     data.add_argument("--image_size", type=positive_int, default=32, help="height and width of the center crop")
     latents = parser.add_argument_group("latents (by default pixels)")
-    latents.add_argument("--vae", help="folder or repository of an AutoencoderKL, whose latents the network takes")
+    latents.add_argument("--vae", help="folder or repository of an AutoencoderKL, whose latents the network models")
     latents.add_argument("--keep_latents", type=boolean, default=True, help="encode every image once, before training")
 
     model = parser.add_argument_group("model")
     model.add_argument("--size", help=f"{', '.join(sizes)}; by default the recipe's, or S")
     model.add_argument("--shortcut_decay", type=shortcut_decay)
     add_field_argument(model)
-    model.add_argument("--conditional", type=boolean, default=True, help="on classes, where the data has labels")
-    model.add_argument("--class_dropout", type=fraction, default=0.1, help="of the labels, for guidance")
+    model.add_argument("--conditional", type=boolean, default=True, help="condition on classes if the data has labels")
+    model.add_argument("--class_dropout", type=fraction, default=0.1, help="dropout of the labels, for guidance")
 
     training = add_training_arguments(parser, batch_size, ema_decay)
     training.add_argument("--max_train_steps", type=positive_int)
@@ -341,22 +341,27 @@ def add_diffusion_arguments(parser: ScriptParser, sizes: dict, sampler: str, bat
 
     running = add_run_arguments(parser, "pictures and distances", "--sample_every")
     running.add_argument("--latents_dir", type=Path, default=Path("outputs/latents"), help="cache of latents")
-    running.add_argument("--sample_steps", type=positive_int, default=50, help=f"of {sampler}")
-    running.add_argument("--sample_images", type=positive_int, default=36, help="in a picture")
+    running.add_argument("--sample_steps", type=positive_int, default=50, help=f"steps of {sampler}")
+    running.add_argument("--sample_images", type=positive_int, default=36, help="number of samples in a picture")
     running.add_argument(
-        "--eval_samples", type=non_negative_int, default=500, help="for the Frechet distance; 0: none"
+        "--eval_samples",
+        type=non_negative_int,
+        default=500,
+        help="number of samples for the Frechet distance; 0: none",
     )
-    running.add_argument("--guidance_scale", type=non_negative_float, default=1.0, help="of samples; 1 is none")
+    running.add_argument(
+        "--guidance_scale", type=non_negative_float, default=1.0, help="guidance of samples; 1 is none"
+    )
     return model, training
 
 
 def parse_diffusion_arguments(
     parser: ScriptParser, model_class: type, sizes: dict, arguments=None
 ) -> tuple[argparse.Namespace, RunOptions]:
-    """Options of a diffusion script, with the config fields merged and checked, and those of its run."""
+    """Options of a diffusion script, with config fields merged and checked, and the options of its run."""
     options, recipe = parser.parse(arguments)
     fields = recipe.get("fields", {})
-    if options.size not in (None, recipe.get("size")):  # requested by name: the recipe's own sizes give way
+    if options.size not in (None, recipe.get("size")):  # an explicit --size replaces the recipe's own sizes
         fields = {name: value for name, value in fields.items() if name not in sizes["S"]}
     options.size = options.size or "S"
     if options.size not in sizes:

@@ -26,9 +26,9 @@ from .state_files import load_state, save_state
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-# A full disk: the operating system's error, PyTorch's and safetensors' own.
+# Errors of a full disk, from the operating system, PyTorch and safetensors.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-# Parts of another network or of another version: names, shapes and types that are not expected.
+# Errors of parts from another network or version, with unexpected names, shapes or types.
 LOAD_ERRORS = (OSError, RuntimeError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, IndexError)
 
 
@@ -96,14 +96,14 @@ def find_checkpoint(requested: str, folder: Path) -> Path | None:
 
 
 def saved_setting(requested: str, folder: Path, name: str, is_valid: Callable[[Any], bool]):
-    """A setting of the run that is resumed, such as `cpu_threads`: rounding depends on it, and the end of a run must not.
+    """A setting of the resumed run, such as `cpu_threads`, which affects rounding and so must not change on resume.
 
-    `None` without a checkpoint that can be read, or if its value is not valid.
+    `None` without a readable checkpoint, or if its value is not valid.
     """
     for path in [Path(requested)] if requested != "latest" else sorted(folder.glob("step-*"), reverse=True):
         try:
             value = read_checkpoint_state(path)[name]
-        except (OSError, ValueError, KeyError, TypeError):  # damaged, which is told when it is loaded
+        except (OSError, ValueError, KeyError, TypeError):  # damaged, which is reported when it is loaded
             continue
         return value if is_valid(value) else None
     return None
@@ -120,7 +120,7 @@ def load_part(path: Path, name: str):
 
 
 def load_random_state(accelerator: Accelerator, path: Path) -> None:
-    """Sets the random number generators of this process; one that was not there when it was saved starts from its seed."""
+    """Restores the random number generators of this process; a process without saved state starts from its seed."""
     file = path / random_file(accelerator)
     if file.exists():
         set_random_state(load_state(file), accelerator.device)
@@ -149,7 +149,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def gather_state(part, models: list[torch.nn.Module]) -> dict:
-    """The whole state, on the CPU, of a model or optimizer that is sharded over processes; all processes call it.
+    """The full state, on the CPU, of a model or optimizer that is sharded over processes; all processes call it.
 
     Args:
         models (`list`): All models of the run; entries of an optimizer are named after the parameters of its model.
@@ -161,7 +161,7 @@ def gather_state(part, models: list[torch.nn.Module]) -> dict:
 
 
 def scatter_state(part, state: dict, models: list[torch.nn.Module]) -> None:
-    """Loads a whole state into a sharded model or optimizer; all processes call it."""
+    """Loads a full state into a sharded model or optimizer; all processes call it."""
     options = sharded_state.StateDictOptions(full_state_dict=True)
     if isinstance(part, torch.nn.Module):
         sharded_state.set_model_state_dict(part, state, options=options)
@@ -170,7 +170,7 @@ def scatter_state(part, state: dict, models: list[torch.nn.Module]) -> None:
 
 
 def owner_and_optimizer(optimizer, models: list[torch.nn.Module]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The model whose parameters an optimizer has, and PyTorch's optimizer inside of accelerate's."""
+    """The model whose parameters an optimizer updates, and the PyTorch optimizer inside accelerate's wrapper."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return next(model for model in models if optimized & {id(p) for p in model.parameters()}), optimizer
@@ -181,7 +181,7 @@ def random_file(accelerator: Accelerator) -> str:
 
 
 def random_state(device: torch.device) -> dict:
-    """Of the generators of Python, numpy, PyTorch and this process's device."""
+    """State of the generators of Python, numpy, PyTorch and this process's device."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if device.type != "cpu":
         state["device"] = torch.get_device_module(device).get_rng_state()

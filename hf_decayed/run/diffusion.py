@@ -1,4 +1,4 @@
-"""What the scripts of diffusion models share: images or latents with their classes, and the end of a run."""
+"""What the diffusion scripts share: images or latents with their classes, and the end of a run."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from .run import Run
 
 @dataclass
 class DiffusionData:
-    """Images of a diffusion model: pixels, or latents of a `vae`; with classes where the data has labels."""
+    """Images of a diffusion model: pixels, or latents of a `vae`; with classes if the data has labels."""
 
     splits: ImageSplits
     class_names: list[str]
@@ -59,14 +59,14 @@ class DiffusionData:
         )
 
     def conditions(self, batch: dict[str, torch.Tensor], class_dropout: float) -> dict[str, torch.Tensor]:
-        """The network's class labels: for a fraction of the images the null class, which classifier-free guidance needs."""
+        """Class labels for the network; a fraction of them is the null class, which classifier-free guidance needs."""
         if not self.class_names:
             return {}
         dropped = batch["uniform"][:, 1] < class_dropout
         return {"class_labels": torch.where(dropped, len(self.class_names), batch["labels"])}
 
     def monitor(self, run: Run, guidance_scale: float, **settings) -> SampleMonitor:
-        """Samples during training; without classes there is no guidance. `settings` are those of [`SampleMonitor`]."""
+        """Monitor of samples; without classes there is no guidance. `settings` are those of [`SampleMonitor`]."""
         if guidance_scale != 1.0 and not self.class_names:
             run.print("there are no classes, so samples are drawn without guidance")
         shape = (self.image_channels, self.image_size, self.image_size)
@@ -99,7 +99,7 @@ def load_diffusion_data(
     vae: str | None = None,
     on_bad_image: str = "stop",
 ) -> DiffusionData:
-    """The data set that `source` (arguments of `load_image_splits`) names; `image_channels` are the VAE's, if there is one."""
+    """Loads the data set of `source`, arguments of `load_image_splits`; a VAE's channels replace `image_channels`."""
     with run.accelerator.main_process_first():
         splits = load_image_splits(**source)
     splits = splits.take(max_train_samples)
@@ -118,7 +118,7 @@ def load_diffusion_data(
 
 
 def finish_diffusion(run: Run, pipeline, monitor: SampleMonitor, data: DiffusionData, images: Dataset) -> None:
-    """Saves the pipeline before the last evaluation, which may fail; then the results."""
+    """Saves the pipeline, before the last evaluation, which may fail; then evaluates it and saves the results."""
     run.save(pipeline, "pipeline")
     measured = run.evaluate(monitor, pipeline, "samples")
     sampling = monitor.settings

@@ -1,6 +1,6 @@
-"""What training scripts look at while they train. A monitor has `evaluate(model) -> dict` and `picture(path)`.
+"""Monitors, which evaluate a model while it trains: each has `evaluate(model) -> dict` and `picture(path)`.
 
-All processes call both: they share the work, and a sharded model needs them all to run.
+All processes call both: they share the work, and a sharded model runs only on all of them.
 """
 
 import math
@@ -34,7 +34,7 @@ ABLATION_IMAGES = 256  # enough to tell which skips are used
 PICTURE_IMAGES = 8
 PATCH_PICTURE_IMAGES = 12
 MIN_PATCH_IMAGES = 200
-MEMORY_LIMIT = 2 * 2**30  # of decoded images, which every evaluation reads again
+MEMORY_LIMIT = 2 * 2**30  # bytes of decoded images to keep, because every evaluation reads them again
 SAMPLES_PER_BATCH = 64
 
 
@@ -110,10 +110,10 @@ class RepresentationMonitor:
 
 
 class PatchMonitor:
-    """Segmentation and position of the last layer's patches, and of their pixels, as `hf-decayed evaluate` computes them.
+    """Segmentation and position metrics of the last layer's patches and of their pixels, as in `hf-decayed evaluate`.
 
-    Segmentation needs masks. A stream, which can be read only in order, and few images, of which the metrics say nothing,
-    are not evaluated.
+    Segmentation needs masks. Streams, which can only be read in order, and sets too small for these metrics are not
+    evaluated.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PatchMonitor:
             max_images=min(max_eval_samples, DenseMetrics.max_images),
         )
         self.extraction = Extraction(on_bad_image=on_bad_image)
-        self.models: dict[str, Any] = {}  # that were evaluated, by their label in the picture
+        self.models: dict[str, Any] = {}  # evaluated models, by their label in the picture
 
     def evaluate(self, model, label: str = "patch features") -> dict[str, float]:
         """Metrics by name; those of the pixels end in `_pixels`."""
@@ -143,7 +143,7 @@ class PatchMonitor:
                 results = evaluate_patches(
                     model.vit, self.processor, self.splits, None, self.metrics, self.extraction, self.accelerator
                 )
-        except (UserError, ValueError) as error:  # the other results of a long run are worth more than these
+        except (UserError, ValueError) as error:  # must not cost a long run its other results
             self.accelerator.print(f"patches are not evaluated: {format_error(error)}")
             return {}
         rows = results["rows"]
@@ -151,7 +151,7 @@ class PatchMonitor:
         return {**rows.get("last.patches", {}), **pixels}
 
     def picture(self, path: Path) -> None:
-        """Held-out images, and three components of their patches' features: a row per model, one set of colours in a row."""
+        """Held-out images above three components of their patch features as colours, with one row for every model."""
         rows = take_subset(self.splits.held_out, ABLATION_IMAGES)
         if isinstance(rows, IterableDataset):
             rows = rows.take(PATCH_PICTURE_IMAGES)
@@ -177,7 +177,7 @@ class PatchMonitor:
 
 
 class ClassificationMonitor:
-    """Accuracy of a classifier on held-out images; of a convolutional network also the effective rank of its stages."""
+    """Accuracy of a classifier on held-out images; for a convolutional network also the rank of its stages."""
 
     def __init__(
         self, accelerator: Accelerator, splits: ImageSplits, processor, num_channels: int, on_bad_image="stop"
@@ -207,7 +207,7 @@ class ClassificationMonitor:
         return metrics | {f"effective_rank_{name}": rank for name, rank in ranks.items()}
 
     def picture(self, path: Path) -> None:
-        """Curves are all there is to see of a classifier."""
+        """Draws nothing: a classifier has only its curves."""
 
 
 class SampleMonitor:
@@ -228,7 +228,7 @@ class SampleMonitor:
         guidance_scale: float,
         on_bad_image: str = "stop",
     ):
-        """`image_shape` is channels, height and width; `num_images` is the number in a picture."""
+        """`image_shape` is channels, height and width; `num_images` is the number of samples in a picture."""
         self.accelerator, self.image_shape, self.num_classes = accelerator, image_shape, num_classes
         self.num_images, self.num_eval_samples = num_images, num_eval_samples
         self.settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale}
@@ -244,7 +244,7 @@ class SampleMonitor:
             self.reference = encode_dataset(encode, images, accelerator, description="training images")["features"]
 
     def evaluate(self, pipeline) -> dict[str, float]:
-        """The distance between samples and as many training images; nothing where a sample is not finite."""
+        """Frechet distance between samples and as many training images; empty if a sample is not finite."""
         with evaluation_mode(pipeline_network(pipeline)):
             samples = self.draw(pipeline)
         self.titles = class_titles(pipeline, range(self.num_classes))
@@ -257,14 +257,15 @@ class SampleMonitor:
         return {self.metric: frechet_distance(self.reference, features)}
 
     def draw(self, pipeline) -> torch.Tensor:
-        """Samples `(number, channels, height, width)` in [0, 1], shared out over the processes, in order."""
+        """Samples `(number, channels, height, width)` in [0, 1], in order; the processes share the work."""
         pipeline.set_progress_bar_config(disable=True)
         number, processes = max(self.num_images, self.num_eval_samples), self.accelerator.num_processes
         mine = list(range(self.accelerator.process_index, number, processes))
         batches = [torch.zeros(0, *self.image_shape)]
         for start in range(0, len(mine), SAMPLES_PER_BATCH):
             batches.append(self.draw_batch(pipeline, mine[start : start + SAMPLES_PER_BATCH]))
-        # Process p has samples p, p + n, ...: interleaved they are in order. Short shares are padded to be gathered.
+        # Process p draws samples p, p + n, ...; interleaving restores their order. Short shares are padded for
+        # gathering.
         samples, longest = torch.cat(batches).to(self.accelerator.device), math.ceil(number / processes)
         samples = F.pad(samples, (0, 0, 0, 0, 0, 0, 0, longest - len(samples)))
         samples = self.accelerator.gather(samples).unflatten(0, (-1, longest)).transpose(0, 1).flatten(0, 1)
@@ -298,7 +299,7 @@ class SampleMonitor:
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Without gradients and dropout; training mode comes back afterwards."""
+    """Turns off gradients and dropout; restores the training mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -311,7 +312,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 def evaluation_dataset(
     rows, splits: ImageSplits, processor, num_channels: int, on_bad_image: str
 ) -> EvaluationDataset:
-    """Images that are evaluated again and again, decoded once; a stream is read to its end."""
+    """Images for repeated evaluation, decoded once; a stream is read to its end."""
     if isinstance(rows, IterableDataset):
         columns = [splits.image_column] + ([splits.label_column] if splits.label_column else [])
         rows = rows.select_columns(columns)
@@ -322,13 +323,13 @@ def evaluation_dataset(
 
 
 def has_classes(bank: EvaluationDataset, queries: EvaluationDataset) -> bool:
-    """One class is like none; the labels of a benchmark's secret test split are -1."""
+    """Whether labels are of use: there is more than one class, and no hidden labels, which benchmarks set to -1."""
     bank_labels, query_labels = (images.dataset[images.label_column] for images in (bank, queries))
     return len(set(bank_labels)) > 1 and min(query_labels) >= 0
 
 
 def class_turns(labels: list[int]) -> list[int]:
-    """Indices in an order in which every class has its turn before any has a second one."""
+    """Indices ordered so that classes take turns: every class comes once before any comes twice."""
     seen: Counter[int] = Counter()
     turns = []
     for index, label in enumerate(labels):

@@ -63,9 +63,9 @@ class NestedData:
 
     Args:
         images_and_classes (`DiffusionData`): What level 1 samples.
-        latent_encoder (`HierarchicalLatentEncoder`): Gives the latents above.
+        latent_encoder (`HierarchicalLatentEncoder`): Computes the latents above level 1.
         hierarchy (`list` of `(size, channels, patch_size)`): The latents above level 1, the highest first.
-        patch_size (`int`): Of level 1.
+        patch_size (`int`): Patch size of level 1.
         encoder_name (`str`): Name of the frozen encoder, for results.
     """
 
@@ -95,7 +95,7 @@ class NestedData:
         self.table = LatentTable(shards, memory_limit)
 
     def images(self, run: Run, level: int, horizontal_flip: bool, **settings) -> NestedLatents:
-        """What trains a level. `settings` are those of `DiffusionData.images`, for level 1."""
+        """Training data of a level. `settings` are those of `DiffusionData.images`, for level 1."""
         assert self.table is not None
         own = self.images_and_classes.images(run, horizontal_flip, **settings) if level == 1 else None
         return NestedLatents(self.table, level, self.num_levels, run.options.seed, horizontal_flip, own)
@@ -110,7 +110,7 @@ class NestedData:
         num_inference_steps: int,
         guidance_scale: float,
     ) -> "ChainMonitor":
-        """Samples of a level: given those of the `trained` levels above it, else latents of held-out images."""
+        """Monitor of a level; it samples from the `trained` levels above, else from latents of held-out images."""
         assert self.table is not None
         data, number = self.images_and_classes, max(num_eval_samples, 1)
         if level == 1:
@@ -127,7 +127,7 @@ class NestedData:
         return ChainMonitor(run, level, reference, fixed, classes, num_images, num_inference_steps, guidance_scale)
 
     def signature(self) -> dict:
-        """What a resumed run must have in common with the checkpoint."""
+        """What a resumed run must share with its checkpoint."""
         splits = self.images_and_classes.splits
         return {
             "dataset": splits.name,
@@ -136,7 +136,7 @@ class NestedData:
         }
 
     def describe(self) -> dict:
-        """What results say of the data and the latents."""
+        """Data and latents, as results record them."""
         data = self.images_and_classes
         dataset = {
             "name": data.splits.name,
@@ -163,11 +163,11 @@ def load_nested_data(
     svd_images: int | None,
     cache_dir: str | Path,
 ) -> NestedData:
-    """Data with the latent encoder around the encoder that `encoder` names, whose SVD is fitted once and cached.
+    """Data with a latent encoder built on `encoder`, whose SVD is fitted once and cached.
 
     Args:
         hierarchy (`list` of `(size, channels, patch_size)`): Latents above level 1, the highest first.
-        patch_size (`int`): Of level 1.
+        patch_size (`int`): Patch size of level 1.
         svd_images (`int`, *optional*): Training images that the SVD is fitted on; all of them by default.
         cache_dir (`str` or `Path`): Folder of fitted encoders and of latents.
     """
@@ -206,8 +206,9 @@ class ChainMonitor(SampleMonitor):
 
     Args:
         reference (`torch.Tensor`): Latents of the level, or images in [0, 1] for level 1, of training images.
-        fixed_latents (`dict[int, torch.Tensor]`): Of the levels above without a network, `(number, channels, size, size)`.
-        guidance_weights (`float`): Of all levels.
+        fixed_latents (`dict[int, torch.Tensor]`): Latents of levels without a network, `(number, channels, size,
+            size)`.
+        guidance_weights (`float`): Guidance of all levels.
     """
 
     def __init__(
@@ -287,8 +288,8 @@ def measure_level(
 def save_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: NestedData, last_results: dict) -> str:
     """Saves the whole chain, its picture, results and card in `folder`; all processes call it.
 
-    `last_results` are those of the run that completes the chain; the other levels' are read from their folders. Returns what
-    is said of it at the end.
+    `last_results` are those of the run that completes the chain; the other levels' are read from their folders.
+    Returns the closing line of the script.
     """
     if run.is_main_process:
         with run.writing("pipeline"):
@@ -308,7 +309,7 @@ def save_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: Ne
         macs = {f"macs_level_{level}": network.count_macs() for level, network in pipeline.networks.items()}
         sampling = {"steps": settings["num_inference_steps"]}
         results = run.results({**measured, **macs, **data.describe(), "sampling": sampling})
-        results.pop("loss")  # of the last level alone
+        results.pop("loss")  # belongs to the last level only
         results["seconds"] = round(sum(level_results["seconds"] for level_results in runs.values()), 1)
         fields = ("loss", "steps", "seconds", "hardware")
         results["levels"] = {str(level): {field: runs[level][field] for field in fields} for level in runs}

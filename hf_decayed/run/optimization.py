@@ -37,7 +37,8 @@ def equivalent_groups(
 ) -> list[dict]:
     """Groups with which AdamW trains undecayed layers as if their shortcuts had these alphas (docs/method.md).
 
-    With P the product of the alphas up to a branch, its last layer has `rate_scale` 1 / P, and weight decay and eps times P.
+    With P the product of the alphas up to a branch, the branch's last layer has `rate_scale` 1 / P, and its weight
+    decay and eps are multiplied by P.
     """
     scales, product = {}, 1.0
     for layer, pair in zip(layers, alphas):
@@ -67,7 +68,7 @@ def linear_warmup(step: int, warmup_steps: int) -> float:
 def set_shortcut_progress(layers, alphas: list[tuple[float, float]], progress: float) -> None:
     """Interpolates the shortcuts of transformer layers between 1 (progress 0) and their alphas (progress 1)."""
     for layer, (attention_alpha, mlp_alpha) in zip(layers, alphas):
-        # At the end exactly the alpha: a model is saved only with its config's alphas.
+        # Exactly the alpha at the end: a model can be saved only with its config's alphas.
         layer.attention_alpha = attention_alpha if progress >= 1.0 else 1.0 - progress * (1.0 - attention_alpha)
         layer.mlp_alpha = mlp_alpha if progress >= 1.0 else 1.0 - progress * (1.0 - mlp_alpha)
 
@@ -98,7 +99,7 @@ def layerwise_groups(model: torch.nn.Module, num_layers: int, layer_decay: float
 def is_scaler_warmup(scaler: torch.amp.GradScaler | None, loss: float) -> bool:
     """With fp16: whether a step was skipped because the gradient scale was too large, as happens every few thousand steps.
 
-    Where the scale is below one and gradients still overflow, the scale is not the cause.
+    If gradients overflow at a scale below one, the scale is not the cause.
     """
     return scaler is not None and math.isfinite(loss) and scaler.get_scale() >= 1.0
 
@@ -106,8 +107,8 @@ def is_scaler_warmup(scaler: torch.amp.GradScaler | None, loss: float) -> bool:
 def ema_with_warmup(decay: float):
     """For `AveragedModel`: an exponential moving average that forgets the initial weights, so that short runs can use it.
 
-    With `decay` from the first step on, 0.999 would still hold a fifth of the initial weights after 1,500 steps. The rule,
-    min(decay, (1 + n) / (10 + n)), is that of diffusers' `EMAModel`, which has no fused kernel.
+    With a constant decay of 0.999, the average would still contain a fifth of the initial weights after 1,500 steps.
+    The rule, min(decay, (1 + n) / (10 + n)), is that of diffusers' `EMAModel`, which has no fused kernel.
     """
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Metrics of a run, one JSON object a line."""
+"""Metrics of a run, one JSON object per line."""
 
 import json
 import math
@@ -31,7 +31,7 @@ class MetricsFile:
         self.flush()
 
     def flush(self) -> bool:
-        """Writes pending lines; whether all of them are on disk."""
+        """Writes pending lines; returns whether all of them are on disk."""
         if self.pending:
             size = self.path.stat().st_size if self.path.exists() else 0
             try:
@@ -61,7 +61,7 @@ def read_metrics(path: Path) -> list[dict]:
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
-        except ValueError:  # no JSON, or no UTF-8
+        except ValueError:  # not JSON, or not UTF-8
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
@@ -69,7 +69,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a text file; whoever is killed meanwhile, or finds the disk full, leaves the old one."""
+    """Writes a text file atomically: if the process is killed, or the disk is full, the old file stays."""
     temporary = path.with_name(f".writing-{path.name}")
     try:
         temporary.write_text(text)
@@ -80,7 +80,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def truncate(path: Path, size: int) -> None:
-    """Removes half a line that a full disk left behind."""
+    """Removes a partial line that a full disk left behind."""
     try:
         with path.open("r+") as file:
             file.truncate(size)

@@ -1,4 +1,4 @@
-"""What `training/relight.py` needs besides its loop: scenes under lights, and what relighting makes of held-out ones."""
+"""What `training/relight.py` needs besides its loop: scenes under lights, and evaluation on held-out scenes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ def load_relighting_data(
         train, held_out = RelightingFolder(Path(scenes_path)).split()
         name, rule = Path(scenes_path).resolve().name, "one scene in ten"
     else:
-        # The same seed for every run: what a run draws anew is pairs and noise, not scenes.
+        # The same scenes for every run: a run's own seed changes pairs and noise only.
         settings: dict[str, Any] = {
             "num_lights": num_lights,
             "size": image_size,
@@ -107,7 +107,7 @@ class DensePrior:
 
     @torch.no_grad()
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Features `(batch, channels, rows, columns)` of images in [-1, 1], of mean 0 and variance 1 at every position."""
+        """Features `(batch, channels, rows, columns)` of images in [-1, 1], layer-normalised at every position."""
         images = F.interpolate((pixel_values + 1) / 2, self.size, mode="bilinear", align_corners=False, antialias=True)
         features = self.backbone((images - self.mean) / self.std).feature_maps[-1]
         return F.layer_norm(features.movedim(1, -1), (self.channels,)).movedim(-1, 1)
@@ -150,7 +150,7 @@ class RelightingMonitor:
         if examples.albedo is not None:
             metrics["albedo_error"] = albedo_error(intensities(self.albedo), examples.albedo)
             metrics["albedo_error_of_input"] = albedo_error(intensities(examples.image), examples.albedo)
-        # Of one scene under two lights: an albedo that has lost its light is the same for both.
+        # Albedos of one scene under two lights: without any light in them, they are the same.
         metrics["albedo_change"] = albedo_error(intensities(self.albedo), intensities(other_albedo))
         metrics["albedo_change_of_input"] = albedo_error(intensities(examples.image), intensities(examples.target))
         lights = torch.cat([codes[1].light, codes[2].light]).cpu()
@@ -201,7 +201,7 @@ def intensities(images: torch.Tensor) -> torch.Tensor:
 
 
 def as_bright_as(albedo: torch.Tensor, true_albedo: torch.Tensor | None) -> torch.Tensor:
-    """Albedo, which is known up to a factor, at the mean of the true one; without that, with its brightest value at 1."""
+    """Albedo, known only up to a factor, scaled to the mean of the true one, or else to a maximum of 1."""
     dims = (1, 2, 3)
     if true_albedo is None:
         return albedo / albedo.amax(dim=dims, keepdim=True).clamp(min=1e-6)
@@ -213,10 +213,10 @@ def as_pictures(images: torch.Tensor):
 
 
 def mean_spread(intrinsics: tuple[torch.Tensor, ...]) -> float:
-    """Coding rate of maps as a part of that of random vectors, averaged over scales; near 0 if they have collapsed."""
+    """Coding rate of maps relative to that of random vectors, averaged over scales; near 0 if they have collapsed."""
     parts = []
     for intrinsic in intrinsics:
         rows = intrinsic.movedim(1, -1).flatten(0, -2).float().cpu()
-        # By one process alone: all of them evaluate the same images, so the share does not change.
+        # Rows of one process: all of them evaluate the same images, and repeated rows do not change the coding rate.
         parts.append(coding_rate(rows).item() / uniform_coding_rate(*rows.shape))
     return sum(parts) / len(parts)

@@ -66,7 +66,7 @@ from .records import MetricsFile, replace_text
 from .signals import StopSignal, ignore_signals
 
 
-STREAM_WORKERS = 4  # where nothing was said
+STREAM_WORKERS = 4  # unless --num_workers is given
 
 
 class Run:
@@ -82,9 +82,7 @@ class Run:
         self.start_time = time.time()
         self.signal = StopSignal()
         require_matplotlib()
-        if (
-            options.report_to != "none" and find_spec(options.report_to) is None
-        ):  # accelerate would leave it out silently
+        if options.report_to != "none" and find_spec(options.report_to) is None:  # accelerate would skip it silently
             raise UserError(f"--report_to {options.report_to} needs that package: pip install {options.report_to}.")
         precision, self.precision_reason = self.choose_mixed_precision()
         self.accelerator = Accelerator(
@@ -132,18 +130,18 @@ class Run:
         self.in_loop = self.stopping = False
 
     def saved_setting(self, name: str, is_valid: Callable[[Any], bool]):
-        """What the checkpoint to be resumed says of a setting; `None` without one."""
+        """A setting from the checkpoint to resume; `None` without one."""
         requested, folder = self.options.resume_from_checkpoint, self.options.output_dir / "checkpoints"
         return saved_setting(requested, folder, name, is_valid) if requested else None
 
     def choose_mixed_precision(self) -> tuple[str | None, str | None]:
-        """The precision, and why where `auto` chose it; a resumed run keeps its own, and all processes have the same."""
+        """The precision, the same for all processes, and why `auto` chose it; a resumed run keeps its own."""
         options = self.options
         if options.mixed_precision != "auto":
             return options.mixed_precision, None
         if saved := self.saved_setting("precision", lambda value: value in ("no", "bf16", "fp16")):
             return saved, "as before"
-        if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":  # launchers say `no` where nobody did
+        if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":  # launchers set `no` if the user set nothing
             return None, "as accelerate was told"
         threads = options.cpu_threads or threads_of_environment() or 1
         main_process = PartialState(cpu=not torch.accelerator.is_available()).is_main_process
@@ -175,7 +173,7 @@ class Run:
         """Sets `total_steps`, `steps_per_epoch` and `schedule_steps`; a stream has no epochs.
 
         Args:
-            schedule_steps (`int`, *optional*): Steps of the run of which this is the beginning; by default this is all of it.
+            schedule_steps (`int`, *optional*): Steps of the longer run that this one begins; by default `total_steps`.
         """
         if hasattr(images, "__len__"):
             self.steps_per_epoch = max(1, len(images) // self.options.batch_size)
@@ -199,9 +197,9 @@ class Run:
     def average(
         self, model: torch.nn.Module, name: str = "average", use_buffers: bool = False
     ) -> tuple[AveragedModel | None, torch.nn.Module]:
-        """The exponential moving average that `ema_decay` asks for, or `None`, and the network to evaluate and save.
+        """The EMA of the weights (`None` without `ema_decay`), and the network to evaluate and save.
 
-        Checkpoints hold the average.
+        Checkpoints hold the EMA.
         """
         if not self.options.ema_decay:
             return None, model
@@ -227,7 +225,7 @@ class Run:
                 self.print(f"{describe_model(part)}; {self.total_steps} steps of {self.options.batch_size}")
         # Every process has made the same model; dropout differs between processes from here on.
         set_seed(self.options.seed, device_specific=True)
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # it cannot see the batch size in a loader
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # it cannot see a loader's batch size
             micro_batch = self.options.batch_size // self.options.gradient_accumulation_steps
             config = self.accelerator.state.deepspeed_plugin.deepspeed_config
             config["train_micro_batch_size_per_gpu"] = micro_batch // self.num_processes
@@ -254,7 +252,7 @@ class Run:
         """Loads the checkpoint that `--resume_from_checkpoint` names, or clears the output folder for a new run.
 
         Args:
-            signature: What makes the run what it is besides the flags, such as the fingerprint of its data. It is compared
+            signature: What defines the run besides its flags, such as the fingerprint of its data. It is compared
                 with the checkpoint's before anything is loaded.
         """
         options = self.options
@@ -276,7 +274,7 @@ class Run:
             check_signature(path.name, state.get("signature", {}), self.signature)
             try:
                 self.load_checkpoint(path, state)
-            except LOAD_ERRORS as error:  # its checksums fit, so somebody or another version wrote it like this
+            except LOAD_ERRORS as error:  # its checksums match: it was written like this, perhaps by another version
                 reason = f"it has no {error}" if isinstance(error, KeyError) else format_error(error)
                 raise UserError(f"'{path.name}' does not fit this run: {reason[:300]}") from error
             self.print(f"resumed at step {self.step} from {path}")
@@ -300,10 +298,10 @@ class Run:
     # The loop.
 
     def batches(self, images) -> Iterator[dict[str, torch.Tensor]]:
-        """Micro-batches from the current step to the last; what ends a step happens after its last one.
+        """Yields micro-batches from the current step to the last; finishes a step after its last micro-batch.
 
-        `batch_generator` draws random numbers for the micro-batch as a whole. A signal ends the script, once a checkpoint
-        is written.
+        `batch_generator` draws random numbers for the micro-batch as a whole. A signal ends the script after a
+        checkpoint is written.
         """
         accumulation = self.options.gradient_accumulation_steps
         self.images, self.bad_here = images, torch.zeros((), dtype=torch.long, device=self.device)
@@ -350,8 +348,8 @@ class Run:
                 images, batch_sampler=batches, collate_fn=identity_collate, **settings
             )
             return self.accelerator.prepare(loader)
-        # Accelerate lets one process read a stream and hands out the shares. Resuming reads again what was seen.
-        # The order of a stream depends on the number of workers: it must not change with the threads of a trial.
+        # With accelerate, one process reads a stream and hands out shares. Resuming reads past what was already seen.
+        # The order of a stream depends on the number of workers, which must not follow from a thread trial.
         workers = STREAM_WORKERS if options.num_workers is None else options.num_workers
         settings["num_workers"] = min(workers, count_cores(), images.num_shards)
         loader = torch.utils.data.DataLoader(
@@ -360,12 +358,12 @@ class Run:
         return itertools.islice(self.accelerator.prepare(loader), self.step * parts, self.total_steps * parts)
 
     def set_learning_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
-        """The rate of this step; groups with a `rate_scale`, such as lower layers, take that part of it."""
+        """Sets the learning rate of this step, times `rate_scale` in groups that have one, such as lower layers."""
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("rate_scale", 1.0)
 
     def accumulate(self, *models):
-        """Gradients are synchronised and applied once in `gradient_accumulation_steps` micro-batches."""
+        """Gradients are synchronised and applied once every `gradient_accumulation_steps` micro-batches."""
         return self.accelerator.accumulate(*models)
 
     def backward(self, loss: torch.Tensor, name: str = "loss") -> None:
@@ -381,20 +379,20 @@ class Run:
         average: AveragedModel | None = None,
         loss: str = "loss",
     ) -> None:
-        """One optimizer step, after the last micro-batch: clips, skips what is not finite, updates the average.
+        """One optimizer step, after the last micro-batch: clips, skips non-finite gradients, updates the average.
 
         Args:
-            loss (`str`, defaults to `"loss"`): Name of the loss that this step is for, where there are several.
+            loss (`str`, defaults to `"loss"`): Name of the loss that this step minimises, if there are several.
         """
         accelerator = self.accelerator
         if not accelerator.sync_gradients:
             return
         norm = accelerator.clip_grad_norm_(model.parameters(), self.options.max_grad_norm or math.inf)
         gradient_norm = 0.0 if norm is None else float(norm)  # DeepSpeed clips by itself and may return nothing
-        # One exchange a step tells every process the same: the mean loss, and whether any received a signal.
+        # One reduction per step tells every process the mean loss, and whether any process received a signal.
         received = torch.tensor(float(self.signal.received), device=self.device)
         mean_loss, stopping = accelerator.reduce(torch.stack([self.losses.pop(loss), received]), "mean").tolist()
-        # With fp16 the gradient scaler itself skips what overflows, and has to see it to lower its scale.
+        # With fp16 the gradient scaler skips overflowing steps itself, and has to see them to lower its scale.
         finite = math.isfinite(mean_loss) and math.isfinite(gradient_norm)
         if finite or accelerator.scaler is not None:
             optimizer.step()
@@ -415,7 +413,7 @@ class Run:
             )
 
     def due(self, every: int | None) -> bool:
-        """Whether the current step is one in `every`; never the last, which the end of the script evaluates."""
+        """Whether the current step is a multiple of `every`; never the last, which the end of the script evaluates."""
         last = self.step + 1 == self.total_steps
         if not every or last or not self.accelerator.sync_gradients or (self.step + 1) % every != 0:
             return False
@@ -478,7 +476,7 @@ class Run:
                 self.stop(saved)
 
     def count_bad_images(self) -> int:
-        """Images that could not be decoded so far: before training, before it was resumed, and since, by all processes."""
+        """Images that could not be decoded so far, over all processes: before training, before resuming, and since."""
         here = self.accelerator.reduce(self.bad_here, "sum").item() if self.images.uses_workers else 0
         return self.images.bad_images + self.earlier_bad_images + here
 
@@ -519,7 +517,7 @@ class Run:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """A full disk while this is written is remembered and told at the end, with exit code 2."""
+        """Catches a full disk while `name` is written; `finish` reports it, with exit code 2."""
         try:
             yield
         except WRITE_ERRORS as error:
@@ -537,9 +535,9 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def results(self, measured: dict) -> dict:
-        """What the script measured and what its data was, with all that the run itself knows.
+        """What the script measured and its data, together with everything that the run itself records.
 
-        The mean of the last losses is known to the main process alone, which writes the metrics.
+        Only the main process, which writes the metrics, knows the mean of the last losses.
         """
         options = self.options
         return {
@@ -561,7 +559,7 @@ class Run:
         }
 
     def finish(self, results: dict, files: str, card: bool = True) -> None:
-        """Writes results, curves and card, and uploads; `files` names what the script has written besides."""
+        """Writes results, curves and card, and uploads; `files` names what the script itself has written."""
         folder = self.options.output_dir
         self.accelerator.wait_for_everyone()
         if self.is_main_process:
@@ -604,7 +602,7 @@ def describe_model(model: torch.nn.Module) -> str:
 
 
 def lock_output_dir(folder: Path) -> FileLock:
-    """Holds the output folder for this process; the operating system releases it when the process ends, however it ends."""
+    """Locks the output folder for this process; the operating system releases the lock however the process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     lock, holder = FileLock(folder / ".lock"), folder / ".lock-holder.json"
     try:
@@ -625,7 +623,7 @@ def is_thread_count(value) -> bool:
 
 
 def refuse_finished_model(folder: Path) -> None:
-    """A model is replaced by a new one only when its user says so."""
+    """Refuses a folder with a finished model, which is replaced only if the user says so."""
     for name in ("results.json", "model_index.json", "model.safetensors"):
         if (folder / name).exists():
             raise UserError(
@@ -635,7 +633,7 @@ def refuse_finished_model(folder: Path) -> None:
 
 
 def clear_output_dir(folder: Path, overwrite: bool = False) -> None:
-    """Makes room for a new run; one that did not finish is kept, and is an error, unless it may be overwritten."""
+    """Makes room for a new run; an unfinished run in the folder is an error, unless `overwrite` is set."""
     if any((folder / "checkpoints").glob("[!.]*")):  # hidden ones were being written when the run was killed
         if not overwrite and not (folder / "results.json").exists():
             raise UserError(
@@ -648,14 +646,14 @@ def clear_output_dir(folder: Path, overwrite: bool = False) -> None:
 
 
 def check_signature(name: str, saved: dict, signature: dict) -> None:
-    """Refuses a checkpoint of another run, with the flags that differ."""
+    """Refuses the checkpoint of another run, and names the flags that differ."""
     changed = [f"{flag} {saved.get(flag)} -> {value}" for flag, value in signature.items() if saved.get(flag) != value]
     if changed:
         raise UserError(f"'{name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
 
 
 def script_main(main: Callable[[], None]) -> None:
-    """Runs a script; an error that the user can fix is one sentence and exit code 2, a signal before the loop 130."""
+    """Runs a script; a user's error prints one sentence and exits with code 2, a signal before the loop with 130."""
     name = Path(sys.argv[0]).name
     try:
         main()

@@ -4,7 +4,7 @@ import signal
 
 
 class StopSignal:
-    """Before the loop a signal ends the script at once; during it, it is remembered until the step is done.
+    """Before the loop, a signal ends the script at once; during the loop, it takes effect when the step is done.
 
     A second signal stops at once.
     """
@@ -22,6 +22,6 @@ class StopSignal:
 
 
 def ignore_signals(worker: int) -> None:
-    """For data loader workers: one that dies of the signal would take the process down before its checkpoint is written."""
+    """For data loader workers: one that dies of a signal would end the process before its checkpoint is written."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -1,6 +1,6 @@
 """Training state as safetensors: nested dictionaries, lists, numbers, strings and tensors, never a pickle.
 
-Tensors are stored as such; the structure round them is JSON in the file's metadata. Loading runs no code.
+Tensors are stored as such; the structure around them is JSON in the file's metadata. Loading runs no code.
 """
 
 import json

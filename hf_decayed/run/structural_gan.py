@@ -1,4 +1,4 @@
-"""What `training/structural_gan.py` needs besides its loop: what the discriminator's features say of held-out images."""
+"""What `training/structural_gan.py` needs besides its loop: evaluation of features and of samples."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ from .monitors import evaluation_dataset, evaluation_mode, has_classes, nearest_
 SAMPLES_PER_BATCH = 100
 # Metrics of the closing table, with their titles.
 COMPARED = {"knn_accuracy": "kNN", "kmeans_accuracy": "k-means", "linear_accuracy": "linear probe"}
-MAX_SIGMA, NORM_RANGE = 10.0, (0.05, 100.0)  # what smoothness and norm of healthy discriminators stay in
+MAX_SIGMA, NORM_RANGE = 10.0, (0.05, 100.0)  # limits of smoothness and norm of healthy discriminators
 
 
 class StructuralGANMonitor:
     """kNN, linear probe, SVM and k-means of the discriminator's features, and samples with their distance to real images.
 
-    Features come from held-out images exactly as `hf-decayed evaluate` computes them. Without labels, samples alone are
+    Features come from held-out images exactly as `hf-decayed evaluate` computes them. Without labels, only samples are
     evaluated.
     """
 
@@ -40,7 +40,7 @@ class StructuralGANMonitor:
         num_images: int = 36,
         on_bad_image: str = "stop",
     ):
-        """`num_images` is the number in a picture."""
+        """`num_images` is the number of samples in a picture."""
         self.accelerator, self.num_images = accelerator, num_images
         subsets = (take_subset(splits.train, max_train_samples), take_subset(splits.held_out, max_eval_samples))
         self.bank, self.queries = (
@@ -55,7 +55,7 @@ class StructuralGANMonitor:
         return {**self.evaluate_samples(pipeline), **self.evaluate_features(pipeline.discriminator)}
 
     def evaluate_features(self, model: torch.nn.Module) -> dict[str, float]:
-        """Metrics of the features `last.mean`; nothing without labels."""
+        """Metrics of the features `last.mean`; empty without labels."""
         if not self.labelled:
             return {}
         with evaluation_mode(model):
@@ -65,7 +65,7 @@ class StructuralGANMonitor:
         return {**feature_metrics(bank, queries, "last.mean"), "svm_accuracy": linear_svm(*splits)}
 
     def evaluate_pixels(self) -> dict[str, float]:
-        """The same metrics of raw pixels, but for the SVM, which takes minutes on so many features."""
+        """The same metrics of raw pixels, except for the SVM, which takes minutes on so many features."""
         if not self.labelled:
             return {}
         encode = with_pixels(lambda pixel_values, indices: {})
@@ -73,7 +73,7 @@ class StructuralGANMonitor:
         return feature_metrics(bank, queries, "pixels")
 
     def evaluate_samples(self, pipeline) -> dict[str, float]:
-        """Frechet distance of as many samples as held-out images; sample i has the seed that `hf-decayed sample` gives it."""
+        """Frechet distance between held-out images and as many samples, seeded as `hf-decayed sample` does."""
         network, number = pipeline.generator.to(self.accelerator.device), max(self.num_images, len(self.reference))
         seeds = [sample_seed(0, index) for index in range(number)]
         latents = [torch.randn(network.config.latent_dim, generator=torch.Generator().manual_seed(s)) for s in seeds]
@@ -103,8 +103,8 @@ def feature_metrics(bank: dict, queries: dict, name: str) -> dict[str, float]:
 
 
 def format_comparison(results: dict[str, dict]) -> str:
-    """A table of the features of one or more runs, of the first one's untrained discriminator and of pixels; nothing
-    without labels."""
+    """Feature metrics of one or more runs, the first one's untrained discriminator and pixels; empty without
+    labels."""
     first = next(iter(results.values()))
     lines = [
         "features, in percent".ljust(22) + "".join(title.rjust(14) for title in (*results, "untrained", "pixels"))
@@ -117,7 +117,7 @@ def format_comparison(results: dict[str, dict]) -> str:
 
 
 def runaway_warning(sigma: float, norm: float, lipschitz: float) -> str | None:
-    """A sentence if the discriminator's Jacobian or the norm of its embeddings has left the range of healthy training."""
+    """A warning if the discriminator's Jacobian or the norm of its embeddings leaves the range of healthy training."""
     if sigma > MAX_SIGMA * lipschitz:
         return f"the Jacobian's norm is {sigma:.3g}, far above {lipschitz:g}: raise --smoothness_weight"
     if not NORM_RANGE[0] <= norm <= NORM_RANGE[1]:

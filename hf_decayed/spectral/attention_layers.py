@@ -96,7 +96,7 @@ def block_name(name: str, modules: dict[str, nn.Module]) -> str:
 
 
 def config_values(modules: Iterable[nn.Module], name: str) -> Iterator[Any]:
-    """Values of a config's field, those of the first modules first; without `None`."""
+    """Values of a config field, in the order of the modules, without `None`."""
     for module in modules:
         value = getattr(getattr(module, "config", None), name, None)
         if value is not None:

@@ -6,7 +6,7 @@
 >>> attention_map(record.layers[-1])  # the attention weights of the last layer
 
 In transformers, the model's own attention function is wrapped (`AttentionInterface`); in diffusers, the call of
-`scaled_dot_product_attention` inside of each attention module is observed. Both see queries and keys after rotary
+`scaled_dot_product_attention` inside each attention module is observed. Both see queries and keys after rotary
 positions and normalisation, which hooks on the projections do not, and neither changes the output by a bit.
 """
 
@@ -57,7 +57,7 @@ def record_attention(
     device: str | torch.device | None = "cpu",
     memory_limit: float | None = 4.0,
 ) -> Iterator["AttentionRecord"]:
-    """Records the self-attention over image patches in all calls of `model` inside of the `with` block.
+    """Records the self-attention over image patches in all calls of `model` inside the `with` block.
 
     The model's outputs stay the same bit by bit, and nothing stays in the model after the block. Cross-attention and
     attention over text are not recorded.
@@ -70,12 +70,12 @@ def record_attention(
         what (`str` or several): Some of `query`, `key`, `value`, `output` and `hidden_states`, see [`LayerRecord`].
         device (`str`, *optional*, defaults to `"cpu"`): Where the record is stored. `None` is where the model computes it.
         memory_limit (`float`, *optional*, defaults to 4.0):
-            In gigabytes (1e9 bytes). A call whose record would exceed it raises an error that tells what it needs, and
-            its record is not stored. `None` is no limit. `record.estimate(...)` tells the number beforehand.
+            In gigabytes (1e9 bytes). A call whose record would exceed it raises an error that says how much it needs,
+            and its record is not stored. `None` is no limit. `record.estimate(...)` gives the number beforehand.
 
     Returns:
         An [`AttentionRecord`]. `record.layers` is a list of [`LayerRecord`], in the order in which they were computed;
-        several calls, such as the steps of a diffusion model, add up.
+        several calls, such as the steps of a diffusion model, are appended.
 
     >>> with record_attention(pipeline.unet, layers="mid_block", what="value") as record:
     ...     pipeline(num_inference_steps=10)
@@ -153,7 +153,7 @@ class AttentionRecord:
         cleanup.callback(self.model.register_forward_hook(self.end_call).remove)
 
     def wrap_attention_functions(self, cleanup: ExitStack) -> None:
-        """Attention functions of transformers that compute with the model's own ones, and record."""
+        """Registers attention functions that call the model's own, and record."""
         owners = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
         implementations = [(owner.config, owner.config._attn_implementation) for owner in owners]
 

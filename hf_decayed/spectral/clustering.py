@@ -52,7 +52,7 @@ HEADS = ("separate", "concatenated")
 
 @dataclass
 class LayerTokens:
-    """Tokens of one layer whose similarities are the graph: `rows` look at `columns`, the same tensor unless queries and keys.
+    """Tokens of one layer whose similarities are the graph: `rows` attend to `columns`; both are equal unless `qk`.
 
     Args:
         rows, columns (`torch.Tensor`): `(images, heads, patches, dim)`.
@@ -115,7 +115,7 @@ def read_layer(layer: Any, graph: str, grid: Sequence[int] | None, dataset: bool
     tensors = [add_axes(tensor, name, dataset) for name, tensor in zip(names, tensors)]
     if tensors[0].shape != tensors[-1].shape:
         raise ValueError(f"`query` and `key` differ: {tuple(tensors[0].shape)} and {tuple(tensors[-1].shape)}.")
-    if graph == "qk" and hasattr(layer, "scaling"):  # of attention that does not divide by sqrt(dim)
+    if graph == "qk" and hasattr(layer, "scaling"):  # attention that does not divide by sqrt(dim)
         tensors[0] = tensors[0] * (layer.scaling * tensors[0].shape[-1] ** 0.5)
     tokens = LayerTokens(tensors[0], tensors[-1], check_grid(grid, tensors[0].shape[-2]))
     return tokens.concatenate() if is_record and graph == "features" else tokens
@@ -137,7 +137,7 @@ def add_axes(tensor: torch.Tensor, name: str, dataset: bool) -> torch.Tensor:
 
 
 class ParametersMixin:
-    """`get_params` and `set_params` of scikit-learn, written out: its `BaseEstimator` would make it a base dependency."""
+    """scikit-learn's `get_params` and `set_params`, written out: `BaseEstimator` would make it a base dependency."""
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The arguments of the constructor and their values."""
@@ -167,17 +167,17 @@ class LayerSpectralClustering(ParametersMixin):
         solver (`str`): `eigh`, exact eigenvectors of the averaged graph; `gradient`, soft clusters over all graphs;
             `nystrom`, for images whose graph does not fit memory (`vv` and `features`).
         heads (`str`): `separate`, every head is a graph of its own, or `concatenated`.
-        temperature (`float`): Of `vv` and `features`: affinities are exp(cosine / temperature).
-        parameterization, steps, learning_rate: Of the gradient solver, see `soft_memberships`.
+        temperature (`float`): For `vv` and `features`: affinities are exp(cosine / temperature).
+        parameterization, steps, learning_rate: For the gradient solver, see `soft_memberships`.
         n_init (`int`): Starts of k-means. A single one can end with a few outliers as a cluster, which silhouettes prefer.
-        max_memory_gb (`float`): More is refused before it is taken.
+        max_memory_gb (`float`): A fit that needs more is refused before it starts.
 
     Attributes:
         embedding_ (`torch.Tensor`): `(patches, components)`. Eigenvectors times eigenvalues, which is one step of the random
             walk; of the gradient solver the soft clusters, scaled to unit length and made orthogonal.
         labels_ (`torch.Tensor`): `(height, width)`.
         n_clusters_, silhouettes_, k_means_: The clusters, see `Clusters`.
-        eigenvalues_ (`torch.Tensor`), memberships_ (`torch.Tensor`): Of the exact solvers and of the gradient solver.
+        eigenvalues_ (`torch.Tensor`), memberships_ (`torch.Tensor`): From the exact and from the gradient solver.
         grid_ (`tuple[int, int]`): The finest grid of the layers.
     """
 
@@ -228,10 +228,10 @@ class LayerSpectralClustering(ParametersMixin):
         return self.fit(layers, grid=grid).embedding_
 
     def transform(self, layers: Any, grid: Any = None) -> torch.Tensor:
-        """Embedding of the patches of another image, `(patches, components)`, such as the next frame of a film.
+        """Embedding of the patches of another image, `(patches, components)`, such as the next frame of a video.
 
-        Its patches take one step of the random walk into the fitted image, where they meet the embedding of its patches. The
-        linear map after it is the one that brings the fitted image itself closest to `embedding_`.
+        Its patches take one step of the random walk to the fitted patches, and average their embeddings. A linear map
+        follows, with which the fitted image itself comes closest to `embedding_`.
         """
         self.check_fitted()
         tokens = read_layers(layers, self.graph, self.heads, grid)
@@ -242,7 +242,7 @@ class LayerSpectralClustering(ParametersMixin):
         return self.walk(tokens) @ self.projection_
 
     def walk(self, tokens: list[LayerTokens]) -> torch.Tensor:
-        """Mean embedding of the fitted patches that patches of another image walk to, `(patches, components)`."""
+        """Mean embedding of the fitted patches that the patches of another image walk to, `(patches, components)`."""
         fine = finest_grid([layer.grid for layer in tokens])
         total = torch.zeros(fine[0] * fine[1], self.embedding_.shape[1])
         for layer, fitted in zip(tokens, self.layers_):
@@ -355,9 +355,10 @@ class DatasetSpectralClustering(ParametersMixin):
         n_clusters (`int`): For mini-batch k-means.
         solver (`str`): `eigsh`, eigenvectors of a sparse graph; `nystrom`, of exp(cosine / temperature) with 512 landmarks
             (`vv` and `features`), the fastest; `gradient`, one map of soft clusters per image, as the authors do.
-        intra, inter (`int`), threshold (`float`): Of the sparse graph, see `sparse_graph`.
-        images_per_batch (`int`), rounds (`int`): Images that are compared with one another, and how often they are mixed.
-        n_channels, epochs, inner_steps, learning_rate: Of the gradient solver, see `dataset_memberships`.
+        intra, inter (`int`), threshold (`float`): For the sparse graph, see `sparse_graph`.
+        images_per_batch (`int`), rounds (`int`): Images that are compared with one another, and how often batches are
+            drawn.
+        n_channels, epochs, inner_steps, learning_rate: For the gradient solver, see `dataset_memberships`.
 
     Attributes:
         embedding_ (`torch.Tensor`): `(images, patches, components)`.
@@ -473,7 +474,7 @@ class DatasetSpectralClustering(ParametersMixin):
             self.anchors_.append((F.normalize(layer.columns[images, 0, patches], dim=-1), targets))
 
     def sparse_graph(self, layer: LayerTokens, images: torch.Tensor | None = None):
-        """The sparse graph of one layer; of some images, all of them compared with one another."""
+        """The sparse graph of one layer; with `images`, only of these, all compared with one another."""
         chosen = slice(None) if images is None else images
         rows = layer.rows[chosen, 0]
         columns = None if layer.columns is layer.rows else layer.columns[chosen, 0]

@@ -23,11 +23,11 @@ TEMPERATURE = 0.2
 # Degrees below this value count as this value: isolated patches get zero rows instead of a division by zero.
 MIN_DEGREE = 1e-8
 BYTES_PER_GB = 2**30
-CHUNK_ENTRIES = 2**20  # of graphs that are added up at a time: 4 MB, which a cache can hold
+CHUNK_ENTRIES = 2**20  # entries of the graphs that are summed at a time: 4 MB, which fits a cache
 
 
 def require_module(name: str) -> ModuleType:
-    """A module of scipy or scikit-learn, or one sentence that says which extra has it."""
+    """A module of scipy or scikit-learn, or an error that names the extra to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -114,7 +114,7 @@ def cosine_logits(tokens: torch.Tensor, temperature: float = TEMPERATURE) -> tor
 def sum_of_walks(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Sum over heads of `softmax(rows columns^T)`, `(patches, other patches)`, in memory for a few heads at a time.
 
-    Buffers are used again: for large graphs, fetching fresh memory takes longer than the arithmetic.
+    Buffers are reused: for large graphs, allocating memory takes longer than the arithmetic.
 
     Args:
         rows, columns (`torch.Tensor`): `(heads, patches, dim)`, scaled by `query_key_factors` or `cosine_factors`.
@@ -233,7 +233,7 @@ def sparse_graph(
     indices = (source.astype(index), target.astype(index))
     graph = sparse.coo_array((weight, indices), shape=(size, size)).tocsr()
     counts = sparse.coo_array((weight > 0, indices), shape=(size, size), dtype="float32").tocsr()
-    graph.data /= counts.data  # an edge that several rounds have counts once
+    graph.data /= counts.data  # an edge found in several rounds counts once
     return (graph + graph.T) * 0.5
 
 
@@ -256,7 +256,7 @@ def nearest_patches(
     blocks = similarity.view(num_images, num_patches, num_images, num_patches).diagonal(dim1=0, dim2=2)
     same_image = blocks.permute(2, 0, 1).clone()  # (images, patches, patches)
     same_image.diagonal(dim1=1, dim2=2).fill_(0)
-    blocks.fill_(0)  # a view: what is left are the other images
+    blocks.fill_(0)  # a view: only the other images are left
     offsets = torch.arange(size).div(num_patches, rounding_mode="floor").unsqueeze(1) * num_patches
     within = same_image.flatten(0, 1).topk(min(intra, num_patches - 1))
     between = similarity.topk(min(inter, size - num_patches))

@@ -34,7 +34,7 @@ class LayerRecord:
 
     `query`, `key`, `value` and `output` (the attention output before its projection) are `(batch, heads, tokens,
     head_dim)`; `hidden_states` (the output of the block that the layer is in) is `(batch, tokens, dim)`. Tokens are
-    patches, row by row: class, register and other prefix tokens are left out, and windows are put together.
+    patches, row by row: class, register and other prefix tokens are left out, and windows are merged.
 
     Args:
         name (`str`): Name of the attention module in the model.
@@ -43,7 +43,7 @@ class LayerRecord:
         num_prefix_tokens (`int`): Tokens before the patches, which [`attention_map`] includes.
         scaling (`float`): Factor of the dot products.
         timestep (`torch.Tensor` of shape `(batch,)`, *optional*): Timesteps of a diffusion model's call.
-        windows (`Windows`, *optional*): Of a layer whose attention is computed in windows.
+        windows (`Windows`, *optional*): Windows of a layer whose attention is computed in windows.
         tensors (`dict`): Tensors as the layer has them, prefix tokens and windows included. `bias` is what was added to
             the scaled dot products (relative positions, masks), in a shape that broadcasts to the attention weights.
     """
@@ -98,7 +98,7 @@ def attention_map(layer: LayerRecord, patches_only: bool = False) -> torch.Tenso
         layer (`LayerRecord`): A layer with `query` and `key`.
         patches_only (`bool`, defaults to `False`):
             By default, rows and columns begin with the `layer.num_prefix_tokens` prefix tokens (`map[:, :, 0, 1:]` is
-            how much a class token attends to every patch). With `True` they are patches alone, and the weights of
+            how much a class token attends to every patch). With `True` they are only patches, and the weights of
             every patch sum to one over patches.
 
     A layer with windows gives the weights within every window, `(batch * windows, heads, size ** 2, size ** 2)`.

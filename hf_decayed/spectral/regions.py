@@ -10,7 +10,7 @@ import torch
 from .graphs import check_grid, require_module
 
 
-# Silhouettes need all distances between points; from this number on they are those of a random sample.
+# Silhouettes need all distances between points; above this number, a random sample is used.
 MAX_SILHOUETTE_POINTS = 2048
 
 
@@ -93,7 +93,7 @@ def best_silhouette_clusters(
 def connected_regions(labels: torch.Tensor) -> torch.Tensor:
     """Connected regions of a label map `(height, width)`, numbered from 1; patches that share an edge are neighbours.
 
-    Every label counts, 0 too: nothing is taken for background.
+    Every label counts, including 0: nothing is taken for background.
     """
     if labels.ndim != 2:
         raise ValueError(f"A label map must have the shape (height, width), got {tuple(labels.shape)}.")
@@ -108,7 +108,7 @@ def connected_regions(labels: torch.Tensor) -> torch.Tensor:
 def ward_merges(points: torch.Tensor, regions: torch.Tensor) -> list[torch.Tensor]:
     """Masks `(height, width)` of all regions, and of every union when adjacent regions are merged one pair at a time.
 
-    Ward's rule: the pair goes first whose union adds least to the squared distances of points from their region's mean.
+    Ward's rule: first the pair whose union adds least to the squared distances of points from their region's mean.
 
     Args:
         points (`torch.Tensor`): `(patches, dim)`.
@@ -165,7 +165,7 @@ def instance_proposals(
     """Object proposals: connected regions of k-means clusters and their Ward merges, scored, without near duplicates.
 
     A proposal is dropped if its area is out of range, or if it touches two borders of the image; if that leaves none, three
-    borders, then any. Its score is the silhouette against as many patches of the rest, the nearest to it in the embedding.
+    borders, then any. Its score is its silhouette against as many other patches, those nearest to it in the embedding.
 
     Args:
         embedding (`torch.Tensor`): `(patches, components)`.

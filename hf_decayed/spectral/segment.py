@@ -38,7 +38,7 @@ def segment(
 ) -> str:
     """Writes overlay, RGB picture and mask of every image to `<output>/<model>`, and a grid over images and models.
 
-    A command that was stopped goes on where it was when it is repeated. Returns a sentence for the user.
+    A stopped command continues when it is repeated. Returns a sentence for the user.
 
     Args:
         images (`str` or `os.PathLike`): An image, or a folder whose images, at any depth, are segmented.
@@ -46,7 +46,7 @@ def segment(
         graph, n_clusters, n_components, solver, seed: See [`LayerSpectralClustering`].
         layers (`list[int]`, *optional*): Negative numbers count from the last layer; by default all.
         evaluate (`int`, *optional*):
-            Measures all graphs on so many held-out images with masks instead, see [`evaluate_graphs`].
+            Measures all graphs on this many held-out images with masks instead, see [`evaluate_graphs`].
     """
     if evaluate is not None:
         return evaluate_graphs(
@@ -77,7 +77,7 @@ def segment(
 
 
 def list_images(path: Path) -> dict[Path, str]:
-    """Files of images, each with the path that its pictures get."""
+    """Image files, each with the path of its pictures."""
     if path.is_file():
         return {path: path.stem}
     if not path.is_dir():
@@ -169,7 +169,7 @@ def save_rows(path: Path, rows: dict[str, list[Image.Image]]) -> None:
 
 
 def fit(picture: Image.Image) -> Image.Image:
-    """A picture in a square of the grid's size, its sides in proportion."""
+    """A picture fitted into a square of the grid's size; its aspect ratio stays."""
     scale = GRID_SIDE / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     method = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BILINEAR

@@ -76,7 +76,7 @@ class Segmenter:
         processor: The image processor of the model.
         graph (`str`, defaults to `"vv"`): `vv` (what), `qk` (where) or `features`, those of the last of the layers.
         layers: As [`record_attention`] takes them; by default all.
-        settings: Of [`LayerSpectralClustering`], such as `n_clusters` and `solver`.
+        settings: Arguments of [`LayerSpectralClustering`], such as `n_clusters` and `solver`.
     """
 
     def __init__(self, model: torch.nn.Module, processor, graph: str = "vv", layers=None, **settings):
@@ -94,7 +94,7 @@ class Segmenter:
         origin = {"revision": revision, "trust_remote_code": trust_remote_code}
         with explain_loading_errors(model):
             network = AutoModel.from_pretrained(model, dtype=torch.float32, **origin)
-            network = getattr(network, "vision_model", network)  # of CLIP and its kin
+            network = getattr(network, "vision_model", network)  # for CLIP and similar models
             processor = AutoImageProcessor.from_pretrained(model, **origin)
         return cls(network, processor, **settings)
 
@@ -113,9 +113,7 @@ class Segmenter:
             self.run(pixel_values)
         layers: list[Any] = list(record.layers)
         grid = None
-        if (
-            self.graph == "features"
-        ):  # the attention's own output, which records of features stand for, is not what people mean
+        if self.graph == "features":  # the block's output, not the attention's, which features of a record are
             grid, layers = layers[-1].grid, [layers[-1].hidden_states[0].float()]
         labels = self.clustering.fit_predict(layers, grid=grid)
         return Segmentation(
@@ -126,7 +124,7 @@ class Segmenter:
         )
 
     def run(self, pixel_values: torch.Tensor) -> None:
-        """Calls the model, all patches in their order."""
+        """Calls the model on all patches, in order."""
         pixel_values = pixel_values.to(self.model.device)
         self.model(pixel_values, **unmasked_inputs(self.model, pixel_values))
 

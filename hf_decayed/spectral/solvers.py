@@ -195,7 +195,7 @@ def pool_maps(maps: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
 
 
 def quadratic_form(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """`z_c^T P z_c` per graph and channel, differentiable in `vectors` alone.
+    """`z_c^T P z_c` per graph and channel, differentiable only in `vectors`.
 
     The gradient is `(P + P^T) z`. For symmetric matrices it is twice the product that the value needs, so the backward pass
     multiplies by no matrix: `matrices` must be symmetric, as `symmetric_parts` makes them.
@@ -333,8 +333,8 @@ def dataset_memberships(
 ) -> torch.Tensor:
     """Soft cluster memberships `(images, channels, height, width)` of a data set: one free map per image.
 
-    Every epoch mixes the images anew into batches, builds the sparse graphs of a batch, and takes some Adam steps on its maps.
-    The result comes from an exponential moving average of the maps, one update per batch, without the start's share.
+    Every epoch shuffles the images into new batches, builds the sparse graphs of a batch, and takes some Adam steps on
+    its maps. The result comes from a bias-corrected exponential moving average of the maps, one update per batch.
 
     Args:
         build_graphs (`Callable`): `build_graphs(images)` gives a symmetric `scipy.sparse` graph and its grid per layer.
