@@ -179,8 +179,8 @@ def build_networks(options) -> tuple[StructuralDiscriminatorModel, StructuralGen
     return discriminator, generator
 
 
-def train(options, run_options) -> dict:
-    """The results of one run, whose model is in its output folder."""
+def main(options, run_options) -> dict:
+    """Trains one GAN, and returns its results."""
     run = Run(run_options, kind="structural_gan")
     if options.smoothness_images % run.num_processes != 0:
         raise UserError(
@@ -380,18 +380,18 @@ def hinge_options(options, run_options):
     return options, run_options
 
 
-def main():
+def train_and_compare():
     options, run_options = parse_arguments()
-    results = {"this run": train(options, run_options)}
+    results = {"this run": main(options, run_options)}
     if options.compare_hinge and options.objective == "structural":
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # the end of a run disconnects its processes
             print("the hinge GAN is not trained by several processes in turn: start it with --objective hinge")
         else:
             print("the ordinary GAN of the same networks, to compare with")
-            results["hinge GAN"] = train(*hinge_options(options, run_options))
+            results["hinge GAN"] = main(*hinge_options(options, run_options))
     if int(os.environ.get("RANK", 0)) == 0:
         print(format_comparison(results))
 
 
 if __name__ == "__main__":
-    script_main(main)
+    script_main(train_and_compare)
