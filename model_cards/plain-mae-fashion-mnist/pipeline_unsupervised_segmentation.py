@@ -386,7 +386,7 @@ def cosine_factors(tokens: torch.Tensor, others: torch.Tensor, temperature: floa
 def sum_of_walks(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Sum over heads of `softmax(rows columns^T)`, `(patches, other patches)`, in memory for a few heads at a time.
 
-    Buffers are used again: for large graphs, fetching fresh memory takes longer than the arithmetic.
+    Buffers are reused: for large graphs, allocating memory takes longer than the arithmetic.
 
     Args:
         rows, columns (`torch.Tensor`): `(heads, patches, dim)`, scaled by `query_key_factors` or `cosine_factors`.
