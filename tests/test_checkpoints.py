@@ -123,6 +123,13 @@ def test_the_readme_has_the_numbers_of_its_first_picture():
     assert f"position of {100 * decayed_position:.0f} % of the patches instead of {100 * position:.0f} %" in readme
 
 
+def test_the_readme_has_the_numbers_of_the_gan():
+    rows = json.loads((CARDS / "structural-gan-fashion-mnist" / "results" / "features.json").read_text())["rows"]
+    own, pixels = (f"{100 * rows[name]['knn_accuracy']:.1f} %" for name in ("last.mean", "pixels"))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{own} kNN accuracy on the bundled images, where raw pixels have {pixels}" in readme
+
+
 def test_there_are_plain_and_decayed_ones():
     assert {name.split("-", 1)[1] for name in CHECKPOINTS if name.startswith("plain-mae-")} == {
         name.split("-", 1)[1] for name in CHECKPOINTS if name.startswith("decayed-mae-")
@@ -167,8 +174,9 @@ def test_the_lines_of_the_cards_run_without_the_package_and_without_a_network(tm
     shapes = dict(line.split(" ", 1) for line in run.stdout.splitlines())
     assert list(shapes) == CHECKPOINTS
     for name, shape in shapes.items():
-        configs = sorted((CARDS / name).glob("**/config.json"), key=lambda path: path.parent.name != "level_1")
-        config = json.loads(configs[0].read_text())  # of a chain, that of its first level
+        parts = ("level_1", "generator")  # of a chain or a GAN, the network that draws images
+        configs = sorted((CARDS / name).glob("**/config.json"), key=lambda path: path.parent.name not in parts)
+        config = json.loads(configs[0].read_text())
         expected = (1, config["hidden_size"]) if "mae" in name else (config["sample_size"], config["sample_size"])
         expected = (30, 40) if name.startswith("relighting") else expected  # as large as the picture
         assert shape == str(expected)

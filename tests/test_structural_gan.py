@@ -907,9 +907,17 @@ def test_the_page_has_the_numbers_of_the_runs():
     page = (ROOT / "docs" / "structural_gan.md").read_text()
     for data in structural_gan_report.DATA:
         if structural_gan_report.read_results(data)["full"]:
-            for name, render in (("", structural_gan_report.table), ("_seeds", structural_gan_report.seed_table)):
-                shown = page.split(f"<!-- table structural_gan_{data}{name} -->\n")[1].split("\n<!-- end -->")[0]
-                assert shown == render(data)
+            results = structural_gan_report.read_results(data)
+            assert shown_table(page, data) == structural_gan_report.table(results)
+            assert shown_table(page, f"{data}_seeds") == structural_gan_report.seed_table(data)
+    long_runs = structural_gan_report.read_long_runs()
+    assert shown_table(page, "fashion_mnist") == structural_gan_report.table(long_runs)
+    same = ("steps", "images_seen", "seed", "dataset")
+    assert len({json.dumps([runs[0][name] for name in same]) for runs in long_runs.values()}) == 1
+
+
+def shown_table(page: str, name: str) -> str:
+    return page.split(f"<!-- table structural_gan_{name} -->\n")[1].split("\n<!-- end -->")[0]
 
 
 def test_records_are_of_the_report_s_runs(tmp_path, monkeypatch):

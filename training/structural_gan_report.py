@@ -23,6 +23,11 @@ from hf_decayed.command_line import OneLineParser
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "model_cards" / "results" / "structural_gan"
+# Results of the recipe `fashion_mnist`: the checkpoint that ships, and the hinge GAN of the same networks and steps.
+LONG_RUNS = {
+    "hinge": RESULTS / "fashion_mnist" / "hinge.json",
+    "full": ROOT / "model_cards" / "structural-gan-fashion-mnist" / "results.json",
+}
 DATA = {
     "grey": ["--num_channels", "1"],
     "coloured": ["--dataset_name", "bundled:coloured", "--num_channels", "3"],
@@ -90,9 +95,12 @@ def read_results(data: str) -> dict[str, list[dict]]:
     }
 
 
-def table(data: str) -> str:
-    """Markdown table: means over seeds, with standard deviations if there are several."""
-    results = read_results(data)
+def read_long_runs() -> dict[str, list[dict]]:
+    return {objective: [json.loads(file.read_text())] for objective, file in LONG_RUNS.items()}
+
+
+def table(results: dict[str, list[dict]]) -> str:
+    """Markdown table of results by objective: means over seeds, with standard deviations if there are several."""
     # The untrained discriminators are those of the full objective's runs; pixels do not depend on the seed.
     runs = {**results, "untrained": results["full"], "pixels": results["full"][:1]}
     distance = next(name for name in results["full"][0] if name.startswith("frechet_pixels"))
@@ -100,7 +108,7 @@ def table(data: str) -> str:
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for row, title in ROWS.items():
         suffix = f"_{row}" if row in ("pixels", "untrained") else ""
-        if not runs[row]:
+        if not runs.get(row):
             continue
         cells = [title, str(len(runs[row])) if row != "pixels" else ""]
         for name in COLUMNS:
@@ -147,7 +155,8 @@ def main(arguments=None) -> None:
                     train(data, objective, seed, options.output_dir)
     for data in options.data:
         if read_results(data)["full"]:
-            print(f"{data}\n\n{table(data)}\n\n{seed_table(data)}\n")
+            print(f"{data}\n\n{table(read_results(data))}\n\n{seed_table(data)}\n")
+    print(f"recipe fashion_mnist\n\n{table(read_long_runs())}")
 
 
 if __name__ == "__main__":

@@ -5,19 +5,18 @@ from ._kind import Kind, ModelFolder, SavedClass
 
 
 def gan_usage(folder: ModelFolder, name: str, results: dict) -> str:
-    """Some images, and features of an image by the discriminator."""
-    convert = '"L"' if folder.config.get("out_channels") == 1 else '"RGB"'
+    """An image, and the features of a picture by the discriminator."""
+    mode, size = "L" if folder.config.get("out_channels") == 1 else "RGB", folder.config.get("sample_size")
     return (
         "import numpy as np\n"
+        "import torch\n"
         "from diffusers import DiffusionPipeline\n"
-        "from PIL import Image\n"
-        "from transformers import AutoImageProcessor\n\n"
+        "from PIL import Image\n\n"
         f'pipeline = DiffusionPipeline.from_pretrained("{name}", trust_remote_code=True)  # pin `revision`\n'
-        "images = pipeline(batch_size=4, truncation=1.0).images\n\n"
-        f'processor = AutoImageProcessor.from_pretrained("{name}", subfolder="discriminator")\n'
-        f'pixels = np.atleast_3d(Image.open("picture.png").convert({convert}))\n'
-        'inputs = processor(pixels, input_data_format="channels_last", return_tensors="pt")\n'
-        "features = pipeline.discriminator(**inputs).pooler_output"
+        "image = pipeline(truncation=1.0).images[0]\n\n"
+        f'picture = Image.open("picture.png").convert("{mode}").resize(({size}, {size}))\n'
+        "pixels = torch.tensor(np.atleast_3d(picture)).movedim(2, 0)[None] / 127.5 - 1  # in [-1, 1]\n"
+        "features = pipeline.discriminator.eval()(pixels).pooler_output"
     )
 
 
