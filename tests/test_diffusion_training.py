@@ -203,7 +203,7 @@ def test_what_it_refuses_and_what_it_takes(tmp_path):
     assert "--size must be one of" in run_script("uvit.py", *flags, "--size", "XXL", code=2).stderr
     load_splits()[0].remove_columns("label").select(range(50)).to_parquet(tmp_path / "images.parquet")
     assert len(load_dataset("parquet", data_files=str(tmp_path / "images.parquet"))["train"]) == 50
-    run_script("uvit.py", *flags, "--dataset_path", tmp_path / "images.parquet")
+    run_script("uvit.py", "--recipe", "tiny", *flags, "--dataset_path", tmp_path / "images.parquet")
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert pipeline.unet.config.num_classes == 0
     assert (
