@@ -20,7 +20,7 @@ import uvit
 from conftest import TINY_SIZES
 from diffusers import DPMSolverMultistepScheduler
 from PIL import Image
-from sweep_tables import format_tables
+from sweep_tables import format_tables, seed_table
 from test_conversion import sit_weights, timm_weights, uvit_weights
 from timing import render
 from transformers import AutoModel, ViTMAEConfig, ViTMAEForPreTraining
@@ -277,6 +277,15 @@ def test_small_scale_table_is_the_one_in_the_results(page, grid):
     assert shown == format_tables(sweep.read_records(folder / f"{grid}.jsonl")).rstrip()
     for picture in re.findall(r"\.\./(model_cards/\S+\.png)", page):
         assert (ROOT / picture).stat().st_size > 5000
+
+
+def test_table_of_starts_is_the_one_in_the_results():
+    page, records = (
+        (ROOT / "docs/small_scale.md").read_text(),
+        ROOT / "model_cards/results/small_scale/coloured_fork.jsonl",
+    )
+    shown = re.search(r"<!-- seeds coloured_fork -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
+    assert shown == seed_table(sweep.read_records(records))
 
 
 def test_the_table_of_decays_of_uvit_is_the_one_in_the_results():

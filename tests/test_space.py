@@ -433,6 +433,8 @@ def test_page_in_a_browser(models, tmp_path):
             page.get_by_label("Remove Image").first.click()
             page.locator("input[type=file]").first.set_input_files(picture)
             page.wait_for_function(changed, arg=before)
+            loaded = "[...document.querySelectorAll('.grid-container img')].every(image => image.naturalWidth > 0)"
+            page.wait_for_function(loaded)  # an address changes before its image is there
             widths = shown.evaluate_all("images => images.map(image => image.naturalWidth)")
             assert min(widths) >= 112, widths
 

@@ -25,6 +25,21 @@ def format_tables(records: list[dict]) -> str:
     return "\n".join(table(group_by_name(selected)) for table, selected in tables.items() if selected)
 
 
+def seed_table(records: list[dict]) -> str:
+    """Markdown table of encoders by run and seed: loss of the last steps, kNN of the mean of the tokens and of the class token."""
+    seeds = sorted({record["seed"] for record in records})
+    rows = []
+    for name, group in group_by_name(records).items():
+        cells = dict.fromkeys(seeds, "")
+        for record in group:
+            accuracies = [100 * record["evaluation"][f"last.{token}"]["knn_accuracy"] for token in ("mean", "cls")]
+            cells[record["seed"]] = "{:.3f}: {:.1f}, {:.1f}".format(record["results"]["loss"], *accuracies)
+        rows.append([name, *cells.values()])
+    return "\n".join(
+        markdown_table(["loss: kNN, mean and class token (%)", *(f"seed {seed}" for seed in seeds)], rows)
+    )
+
+
 def encoders(records: list[dict]) -> list[dict]:
     return [record for record in records if "evaluation" in record]
 
