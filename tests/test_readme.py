@@ -250,6 +250,7 @@ def test_the_page_on_the_method_has_the_numbers_of_the_sweep():
         "sampling_sit",
         "startup",
         "scaling",
+        "processes",
         "decay",
         "structural_gan",
         "relighting",
