@@ -240,6 +240,7 @@ def test_the_page_on_the_method_has_the_numbers_of_the_sweep():
     [
         "models",
         "decode_ratio",
+        "decode_ratio_base",
         "images",
         "data",
         "training",
