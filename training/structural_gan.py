@@ -389,6 +389,7 @@ def train_and_compare():
         else:
             print("the ordinary GAN of the same networks, to compare with")
             results["hinge GAN"] = main(*hinge_options(options, run_options))
+            print("a few hundred steps tell little: docs/structural_gan.md compares longer runs")
     if int(os.environ.get("RANK", 0)) == 0:
         print(format_comparison(results))
 

@@ -23,10 +23,13 @@ from hf_decayed.command_line import OneLineParser
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "model_cards" / "results" / "structural_gan"
-# Results of the recipe `fashion_mnist`: the checkpoint that ships, and the hinge GAN of the same networks and steps.
-LONG_RUNS = {
-    "hinge": RESULTS / "fashion_mnist" / "hinge.json",
-    "full": ROOT / "model_cards" / "structural-gan-fashion-mnist" / "results.json",
+# Results of whole recipes, with the hinge GAN of the same networks and steps: the first command, and the checkpoint that ships.
+RECIPES = {
+    "tiny": {"hinge": RESULTS / "tiny" / "hinge.json", "full": RESULTS / "tiny" / "full.json"},
+    "fashion_mnist": {
+        "hinge": RESULTS / "fashion_mnist" / "hinge.json",
+        "full": ROOT / "model_cards" / "structural-gan-fashion-mnist" / "results.json",
+    },
 }
 DATA = {
     "grey": ["--num_channels", "1"],
@@ -95,8 +98,8 @@ def read_results(data: str) -> dict[str, list[dict]]:
     }
 
 
-def read_long_runs() -> dict[str, list[dict]]:
-    return {objective: [json.loads(file.read_text())] for objective, file in LONG_RUNS.items()}
+def read_recipe(recipe: str) -> dict[str, list[dict]]:
+    return {objective: [json.loads(file.read_text())] for objective, file in RECIPES[recipe].items()}
 
 
 def table(results: dict[str, list[dict]]) -> str:
@@ -156,7 +159,8 @@ def main(arguments=None) -> None:
     for data in options.data:
         if read_results(data)["full"]:
             print(f"{data}\n\n{table(read_results(data))}\n\n{seed_table(data)}\n")
-    print(f"recipe fashion_mnist\n\n{table(read_long_runs())}")
+    for recipe in RECIPES:
+        print(f"recipe {recipe}\n\n{table(read_recipe(recipe))}\n")
 
 
 if __name__ == "__main__":
