@@ -382,15 +382,17 @@ def hinge_options(options, run_options):
 
 def train_and_compare():
     options, run_options = parse_arguments()
+    num_processes, is_main_process = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0)) == 0
+    compares_hinge = options.compare_hinge and options.objective == "structural"
     results = {"this run": main(options, run_options)}
-    if options.compare_hinge and options.objective == "structural":
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # the end of a run disconnects its processes
-            print("the hinge GAN is not trained by several processes in turn: start it with --objective hinge")
-        else:
-            print("the ordinary GAN of the same networks, to compare with")
-            results["hinge GAN"] = main(*hinge_options(options, run_options))
-            print("a few hundred steps tell little: docs/structural_gan.md compares longer runs")
-    if int(os.environ.get("RANK", 0)) == 0:
+    if compares_hinge and num_processes == 1:
+        print("the ordinary GAN of the same networks, to compare with")
+        results["hinge GAN"] = main(*hinge_options(options, run_options))
+        print("docs/structural_gan.md compares the two after longer training")
+    elif compares_hinge and is_main_process:
+        # The end of a run disconnects its processes.
+        print("several processes do not train the hinge GAN in turn: start it with --objective hinge")
+    if is_main_process:
         print(format_comparison(results))
 
 
