@@ -42,7 +42,7 @@ MOVED = {
     },
     "optimization": {
         "evaluation.linear_probe": "LARS warmup_cosine",
-        "run.optimization": "layerwise_groups lower_shortcuts=set_shortcut_progress parameter_groups "
+        "run.optimization": "layerwise_groups parameter_groups "
         "scale_is_sought=is_scaler_warmup warmed_average=ema_with_warmup",
     },
     "pictures": {

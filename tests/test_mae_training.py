@@ -168,15 +168,17 @@ def test_a_run_in_parts(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("decay", [0.6, "auto"])
-def test_shortcuts_on_their_way_down(decay):
+def test_shortcuts_on_their_way_down(decay, tmp_path):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     encoder = DecayedViTMAEModel(DecayedViTMAEConfig(shortcut_decay=decay, image_size=16, patch_size=4, **sizes))
-    alphas = encoder.config.shortcut_alphas()
-    set_shortcut_progress(encoder.layers, alphas, 0.0)
+    alphas, final_decay = encoder.config.shortcut_alphas(), encoder.config.shortcut_decay
+    set_shortcut_progress(encoder, final_decay, 0.0)
     assert encoder.shortcut_alphas() == [(1.0, 1.0)] * len(alphas)
-    set_shortcut_progress(encoder.layers, alphas, 0.5)
+    set_shortcut_progress(encoder, final_decay, 0.5)
     assert encoder.shortcut_alphas()[-1][1] == pytest.approx((1 + alphas[-1][1]) / 2)
-    set_shortcut_progress(encoder.layers, alphas, 1.0)
+    encoder.save_pretrained(tmp_path)  # on its way down too
+    assert DecayedViTMAEModel.from_pretrained(tmp_path).shortcut_alphas() == encoder.shortcut_alphas()
+    set_shortcut_progress(encoder, final_decay, 1.0)
     assert encoder.shortcut_alphas() == alphas  # to the bit
 
 
@@ -205,6 +207,15 @@ def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
     for metric in ("loss", "learning_rate", "decay_share"):
         beginning, longer = (logged(tmp_path / name, metric) for name in ("beginning", "lowered"))
         assert [beginning[step] for step in range(1, 11)] == [longer[step] for step in range(1, 11)]
+
+    # One that ends on the way down is saved with the decay that it has reached, also when only its end is repeated.
+    flags += ["--max_train_steps", 5, "--schedule_steps", 12]
+    for _ in range(2):
+        run(recipe, tmp_path / "halfway", *flags)
+        config = json.loads((tmp_path / "halfway" / "config.json").read_text())
+        assert config["shortcut_decay"] == 1 - logged(tmp_path / "halfway", "decay_share")[5] * (1 - 0.6)
+        for leftover in ("model.safetensors", "results.json"):
+            (tmp_path / "halfway" / leftover).unlink()
 
 
 @pytest.mark.parametrize(

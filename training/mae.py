@@ -207,7 +207,9 @@ def main():
     groups = decayed_rates(model, options.equivalent_decay, options.weight_decay) if options.equivalent_decay else None
     optimizer = adamw(model, peak_learning_rate, betas, options.weight_decay, groups)
     average, evaluated = run.average(model)
-    decayed_layers = [list(network.vit.layers) for network in (model, evaluated)]  # before anything wraps them
+    encoders = [network.vit for network in (model, evaluated)]  # before anything wraps them
+    final_decay = config.shortcut_decay
+    decay_steps = round((options.decay_warmup or 0) * run.schedule_steps)  # over which shortcuts are lowered
 
     # Prepare.
     model, optimizer = run.prepare(model=model, optimizer=optimizer)
@@ -216,18 +218,16 @@ def main():
     run.resume(dataset=splits.name, fingerprint=splits.fingerprint())
     if run.step == 0:
         run.record(untrained)
+    elif decay_steps:  # a run that is resumed at its end is saved with the decay of its last step
+        lower_decay(encoders, final_decay, run.step - 1, decay_steps)
 
     # Loop.
     for batch in run.batches(images):
         run.set_learning_rate(
             optimizer, peak_learning_rate * warmup_cosine(run.step + 1, warmup_steps, run.schedule_steps)
         )
-        if options.decay_warmup:
-            first_full = round(options.decay_warmup * run.schedule_steps) - 1  # the first step with the full decay
-            progress = 1.0 if run.step >= first_full else run.step / first_full
-            for layers in decayed_layers:
-                set_shortcut_progress(layers, config.shortcut_alphas(), progress)
-            run.record({"decay_share": progress})
+        if decay_steps:
+            run.record({"decay_share": lower_decay(encoders, final_decay, run.step, decay_steps)})
         with run.accumulate(model):
             outputs = model(**batch, return_logits=False, output_hidden_states=run.logging)
             run.backward(outputs.loss)
@@ -344,6 +344,14 @@ def load_training_images(options, run, splits, augmentation):
     if images.bad_images:
         run.print(f"skipped {images.bad_images} images that cannot be decoded")
     return images, f"{len(images)} images {'decoded on demand' if images.uses_workers else 'in memory'}"
+
+
+def lower_decay(encoders, final_decay: float, step: int, decay_steps: int) -> float:
+    """Sets the shortcuts for a step, from 1 at the first to those of `final_decay` after `decay_steps`; returns the progress."""
+    progress = 1.0 if step >= decay_steps - 1 else step / (decay_steps - 1)
+    for encoder in encoders:
+        set_shortcut_progress(encoder, final_decay, progress)
+    return progress
 
 
 def check_norm(norm: float, config, step: int) -> float:

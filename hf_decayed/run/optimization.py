@@ -65,12 +65,15 @@ def linear_warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, step / max(1, warmup_steps))
 
 
-def set_shortcut_progress(layers, alphas: list[tuple[float, float]], progress: float) -> None:
-    """Interpolates the shortcuts of transformer layers between 1 (progress 0) and their alphas (progress 1)."""
-    for layer, (attention_alpha, mlp_alpha) in zip(layers, alphas):
-        # Exactly the alpha at the end: a model can be saved only with its config's alphas.
-        layer.attention_alpha = attention_alpha if progress >= 1.0 else 1.0 - progress * (1.0 - attention_alpha)
-        layer.mlp_alpha = mlp_alpha if progress >= 1.0 else 1.0 - progress * (1.0 - mlp_alpha)
+def set_shortcut_progress(encoder: torch.nn.Module, shortcut_decay: float, progress: float) -> None:
+    """Moves the shortcuts of a masked autoencoder's encoder from 1 (progress 0) to those of `shortcut_decay` (progress 1).
+
+    Its config follows, so the model can be saved at any progress: every schedule is linear in `shortcut_decay`.
+    """
+    config = encoder.config
+    config.shortcut_decay = shortcut_decay if progress >= 1.0 else 1.0 - progress * (1.0 - shortcut_decay)
+    for layer, (attention_alpha, mlp_alpha) in zip(encoder.layers, config.shortcut_alphas()):
+        layer.attention_alpha, layer.mlp_alpha = attention_alpha, mlp_alpha
 
 
 def layerwise_groups(model: torch.nn.Module, num_layers: int, layer_decay: float, weight_decay: float) -> list[dict]:
