@@ -22,6 +22,7 @@ from conftest import ROOT
 from loopback_hub import serve
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
+from threadpoolctl import threadpool_info
 from torch.nn import functional as F
 
 import hf_decayed
@@ -34,6 +35,7 @@ from hf_decayed.evaluation import (
     knn_accuracy,
     linear_probe,
     precision_recall,
+    products,
     skip_ablation,
 )
 from hf_decayed.evaluation.generation import inception_score, sample_scores
@@ -194,6 +196,23 @@ def test_effective_rank_of_sorted_features():
     for rows in (features, features[::-1].copy()):
         assert effective_rank(torch.from_numpy(rows)) == pytest.approx(expected, rel=1e-9)
         assert effective_rank(torch.from_numpy(rows).float()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_products_of_numpy_are_those_of_torch(monkeypatch):
+    """On a CPU of AMD NumPy multiplies, with as many threads as PyTorch; neighbours and rank do not depend on it."""
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = torch.randn(5000, 24, generator=generator), torch.randn(300, 24, generator=generator)
+    results = {}
+    for in_numpy in (False, True):
+        monkeypatch.setattr(products, "numpy_is_faster", lambda in_numpy=in_numpy: in_numpy)
+        assert products.runs_in_numpy(bank) == in_numpy
+        assert not products.runs_in_numpy(bank.double()) and not products.runs_in_numpy(bank.bfloat16())
+        results[in_numpy] = (*find_neighbours(bank, queries, 20, 128), torch.tensor(effective_rank(bank)))
+    for ours, theirs in zip(results[False], results[True]):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    with products.same_threads():
+        threads = {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
+    assert threads == {torch.get_num_threads()}
 
 
 def test_effective_rank_at_the_extremes():

@@ -3,6 +3,7 @@
 import torch
 
 from .knn import BANK_BLOCK, check_features
+from .products import same_threads, upper_gram
 
 
 @torch.no_grad()
@@ -54,25 +55,17 @@ def gram_and_mean(features: torch.Tensor, dtype: torch.dtype, is_centred: bool) 
         centre = features[:: max(1, len(features) // BANK_BLOCK)].to(dtype).mean(dim=0)
     total = torch.zeros_like(centre, dtype=torch.float64)
     gram = total.new_zeros(len(total), len(total))
-    for block in features.split(BANK_BLOCK):
-        centred = block.to(dtype) - centre
-        gram += upper_gram(centred)
-        total += centred.sum(dim=0)
+    centred_block = centre.new_empty(min(BANK_BLOCK, len(features)), len(centre))
+    with same_threads():
+        for block in features.split(BANK_BLOCK):
+            centred = torch.sub(block.to(dtype), centre, out=centred_block[: len(block)])
+            gram += upper_gram(centred)
+            total += centred.sum(dim=0)
     if not total.isfinite().all():
         check_features("features", features)  # says how many features hold NaN or infinity
     if is_centred:
         gram = gram - torch.outer(total, total) / len(features)
     return gram, centre.double() + total / len(features)
-
-
-def upper_gram(features: torch.Tensor, width: int = 128) -> torch.Tensor:
-    """`features.T @ features` in its upper triangle, which is all that `eigvalsh` reads: about half of the products."""
-    dim = features.shape[1]
-    gram = features.new_zeros(dim, dim)
-    for start in range(0, dim, width):
-        end = start + width
-        gram[:end, start:end] = features[:, :end].T @ features[:, start:end]
-    return gram
 
 
 def in_double(features: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 import torch
 from torch.nn import functional as F
 
+from .products import multiply_transposed, same_threads
+
 
 BANK_BLOCK = 4096  # rows processed at once: memory does not grow with the number of features
 
@@ -64,16 +66,18 @@ def find_neighbours(
     """
     best = torch.full((len(queries), k), -torch.inf, device=queries.device)
     neighbours = torch.zeros(len(queries), k, dtype=torch.long, device=queries.device)
-    for first_row, block in zip(range(0, len(bank), BANK_BLOCK), bank.split(BANK_BLOCK)):
-        block = F.normalize(block.float(), dim=1).to(best.device, dtype)
-        for start in range(0, len(queries), chunk_size):
-            chunk = slice(start, start + chunk_size)
-            similarities = queries[chunk].to(dtype) @ block.T  # unnormalised queries have the same order
-            similarities, rows = candidates_of_rows(similarities, k, best[chunk, -1:])
-            similarities = torch.cat([best[chunk], similarities.float()], dim=1)
-            rows = torch.cat([neighbours[chunk], first_row + rows], dim=1)
-            best[chunk], order = similarities.topk(k, dim=1)
-            neighbours[chunk] = rows.gather(1, order)
+    with same_threads():
+        for first_row, block in zip(range(0, len(bank), BANK_BLOCK), bank.split(BANK_BLOCK)):
+            block = F.normalize(block.float(), dim=1).to(best.device, dtype)
+            for start in range(0, len(queries), chunk_size):
+                chunk = slice(start, start + chunk_size)
+                # Unnormalised queries have the same order.
+                similarities = multiply_transposed(queries[chunk].to(dtype), block)
+                similarities, rows = candidates_of_rows(similarities, k, best[chunk, -1:])
+                similarities = torch.cat([best[chunk], similarities.float()], dim=1)
+                rows = torch.cat([neighbours[chunk], first_row + rows], dim=1)
+                best[chunk], order = similarities.topk(k, dim=1)
+                neighbours[chunk] = rows.gather(1, order)
     best /= torch.linalg.vector_norm(queries.float(), dim=1, keepdim=True).clamp(min=1e-12)
     return best, neighbours
 
