@@ -137,7 +137,7 @@ def test_scaled_decoding_takes_the_same_crops(orientation):
         augmentation = Augmentation(size, 3, 0, [0.5] * 3, [0.5] * 3, seed=0, crop_scale=crop_scale)
         for index in range(20):
             image = Image.open(buffer)
-            crop = augmentation.crop(image, (0, index)).astype(float)
+            crop = augmentation.crop(image, augmentation.draw([(0, index)])[0]).astype(float)
             factors.add(round(max(stored.size) / max(image.size)))
             draws = sample_generator(0, 0, index).random((1, 24))
             top, left, height, width = augmentation.boxes(draws, 301, 403)[0]
@@ -160,7 +160,8 @@ def test_scaled_decoding_loses_little():
     for index in range(8):
         image, whole = Image.open(buffer), Image.open(buffer)
         whole.load()  # a picture that was decoded cannot be reduced any more
-        reduced, full = (augmentation.crop(each, (0, index)).astype(float) for each in (image, whole))
+        draws = augmentation.draw([(0, index)])[0]
+        reduced, full = (augmentation.crop(each, draws).astype(float) for each in (image, whole))
         assert image.width < whole.width and np.abs(reduced - full).mean() < 2.0
 
 
@@ -329,8 +330,9 @@ def test_the_middle_is_the_same_for_training_and_for_judging():
         augmentation = Augmentation(size, 3, 0, [0.5] * 3, [0.5] * 3, seed=0, crop_scale=None, horizontal_flip=False)
         keys = [(0, 0), (0, 1)]
         at_once = augmentation.batch(torch.from_numpy(pixels).permute(0, 3, 1, 2), keys)["pixel_values"]
-        crops = [augmentation.crop(Image.fromarray(image), key) for image, key in zip(pixels, keys)]
-        one_by_one = augmentation.images(crops, keys)["pixel_values"]
+        draws = augmentation.draw(keys)
+        crops = [augmentation.crop(Image.fromarray(image), row) for image, row in zip(pixels, draws)]
+        one_by_one = augmentation.images(crops, draws, keys)["pixel_values"]
         judged = CenterCropProcessor(*size, signed=True)([Image.fromarray(image) for image in pixels])["pixel_values"]
         torch.testing.assert_close(judged, one_by_one)
         torch.testing.assert_close(judged, at_once, atol=3 / 127.5, rtol=0)  # Pillow rounds between its passes

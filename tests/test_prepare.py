@@ -18,10 +18,12 @@ from PIL import Image
 from hf_decayed.cli import main
 from hf_decayed.data import prepare
 from hf_decayed.data.datasets import TrainingImages
+from hf_decayed.data.decoding import decode_image, view_pixels
 from hf_decayed.data.prepare import prepare_images
 from hf_decayed.data.sources import HELD_OUT_RULE, load_image_splits, load_splits
 from hf_decayed.data.transforms import Augmentation
 from hf_decayed.errors import DataError
+from hf_decayed.models.image_processing_decayed import to_pixels
 
 
 def photo(height, width, seed=0):
@@ -74,7 +76,7 @@ def test_labels_names_and_held_out_images_are_those_of_the_originals(photos, tmp
 
 
 def test_kinds_of_images(tmp_path):
-    """Small files stay as they are, bytes and all; grey stays grey; what lies on its side is turned; BMP on request."""
+    """Small files stay as they are, bytes and all; grey stays grey; what lies on its side is turned; PPM on request."""
     folder = tmp_path / "mixed" / "train"
     folder.mkdir(parents=True)
     photo(20, 30).save(folder / "a_small.png")
@@ -93,9 +95,26 @@ def test_kinds_of_images(tmp_path):
     assert [image.size for image in opened] == [(30, 20), (43, 32), (32, 43), (43, 32)]
     assert [image.mode for image in opened] == ["RGB", "L", "RGB", "RGB"]
     assert test[0]["image"].size == (32, 240)
-    prepare_images(str(tmp_path / "mixed"), tmp_path / "bmp", size=32, uncompressed=True)
-    records = load_splits(dataset_path=str(tmp_path / "bmp"))[0].cast_column("image", ImageFeature(decode=False))
-    assert all(row["image"]["bytes"][:2] == b"BM" for row in records)
+    prepare_images(str(tmp_path / "mixed"), tmp_path / "ppm", size=32, uncompressed=True)
+    records = load_splits(dataset_path=str(tmp_path / "ppm"))[0].cast_column("image", ImageFeature(decode=False))
+    assert [row["image"]["bytes"][:2] for row in records] == [b"P6", b"P5", b"P6", b"P6"]
+
+
+@pytest.mark.parametrize("num_channels", [1, 3])
+def test_crops_of_uncompressed_images_are_those_of_decoded_ones(num_channels):
+    """The pixels of a PPM are used as they lie in the file, if they have the channels; a file that was cut is named."""
+    augmentation = Augmentation((16, 16), num_channels, 0, [0.5] * num_channels, [0.5] * num_channels, seed=0)
+    for mode in ("RGB", "L"):
+        buffer = io.BytesIO()
+        photo(40, 60).convert(mode).save(buffer, "PPM")
+        assert (view_pixels(Image.open(buffer), num_channels) is None) == (len(mode) != num_channels)
+        for draws in augmentation.draw([(0, index) for index in range(5)]):
+            decoded = to_pixels(Image.open(buffer), num_channels)
+            decoded = Image.fromarray(decoded if num_channels == 3 else decoded[:, :, 0])
+            assert np.array_equal(augmentation.crop(Image.open(buffer), draws), augmentation.crop(decoded, draws))
+    record = {"bytes": buffer.getvalue()[:-1], "path": "photos/cut.ppm"}
+    with pytest.raises(DataError, match="'cut.ppm' .* cannot be decoded"):
+        decode_image(record, num_channels, 0, decode=lambda image, _: augmentation.crop(image, draws))
 
 
 def test_bad_input_is_one_sentence(photos, tmp_path, capsys):

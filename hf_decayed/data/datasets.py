@@ -110,20 +110,23 @@ class TrainingImages(torch.utils.data.Dataset):
             if self.views is not None:
                 pixels, _ = self.views.render(pixels, keys, self.augmentation.seed, self.augmentation.num_channels)
             return self.with_labels(self.augmentation.batch(pixels, keys), indices)
+        draws = self.augmentation.draw(keys)
         crops, bad_images = [], torch.zeros(len(indices), dtype=torch.long)
         records = self.dataset[indices][self.image_column]  # at once: row by row is far slower
-        for position, (key, record) in enumerate(zip(keys, records)):
-            while (pixels := self.crop(record, indices[position], key)) is None:  # the next image replaces a bad one
+        for position, record in enumerate(records):
+            while (
+                pixels := self.crop(record, indices[position], draws[position])
+            ) is None:  # the next image replaces a bad one
                 bad_images[position] += 1
                 indices[position] = (indices[position] + 1) % len(self.dataset)
                 record = self.dataset[indices[position]][self.image_column]
             crops.append(pixels)
         # Part of the batch, because every worker has its own counter.
-        return {**self.with_labels(self.augmentation.images(crops, keys), indices), "bad_images": bad_images}
+        return {**self.with_labels(self.augmentation.images(crops, draws, keys), indices), "bad_images": bad_images}
 
-    def crop(self, record: dict, index: int, key: tuple[int, int]) -> np.ndarray | None:
+    def crop(self, record: dict, index: int, draws: np.ndarray) -> np.ndarray | None:
         return decode_image(
-            record, self.num_channels, index, self.on_bad_image, lambda image, _: self.augmentation.crop(image, key)
+            record, self.num_channels, index, self.on_bad_image, lambda image, _: self.augmentation.crop(image, draws)
         )
 
     def with_labels(self, batch: dict[str, torch.Tensor], indices: list[int]) -> dict[str, torch.Tensor]:
@@ -197,18 +200,19 @@ class StreamedImages(torch.utils.data.IterableDataset):
             count, bad_images = -1, 0
             for count, row in enumerate(self.dataset.shuffle(seed=seed, buffer_size=self.buffer_size)):
                 position = count * workers + number
-                key = (epoch, position)
+                keys = [(epoch, position)]
+                draws = self.augmentation.draw(keys)
                 crop = decode_image(
                     row[self.image_column],
                     self.augmentation.num_channels,
                     position,
                     self.on_bad_image,
-                    lambda image, _, key=key: self.augmentation.crop(image, key),
+                    lambda image, _, draws=draws: self.augmentation.crop(image, draws[0]),
                 )
                 if crop is None:
                     bad_images += 1
                     continue
-                sample = self.augmentation.images([crop], [key])
+                sample = self.augmentation.images([crop], draws, keys)
                 yield {**{name: tensor[0] for name, tensor in sample.items()}, "bad_images": torch.tensor(bad_images)}
                 bad_images = 0
             if count < 0:

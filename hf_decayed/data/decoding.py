@@ -1,6 +1,7 @@
 """Decoding of image files of any kind to pixels."""
 
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,19 @@ def read_content(record: dict) -> bytes | None:
         return record["bytes"]
     path = Path(record["path"])
     return path.read_bytes() if path.is_file() else None
+
+
+def view_pixels(image: Image.Image, num_channels: int) -> np.ndarray | None:
+    """The pixels `(height, width, channels)` of an opened, uncompressed PPM or PGM file, as they lie in its bytes.
+
+    `None` for other images, and for those whose channels have to be converted.
+    """
+    mode = {1: "L", 3: "RGB"}[num_channels]
+    in_memory = image.format == "PPM" and isinstance(image.fp, io.BytesIO)
+    if not in_memory or not image.tile or image.tile[0].args != mode:
+        return None
+    shape = image.height, image.width, num_channels
+    return np.frombuffer(image.fp.getbuffer(), np.uint8, math.prod(shape), image.tile[0].offset).reshape(shape)
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:

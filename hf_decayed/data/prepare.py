@@ -43,14 +43,14 @@ def prepare_images(
         data (`str`): Folder or file as `--dataset_path` takes it, or a data set on the Hub.
         output (`str` or `os.PathLike`): New folder.
         quality (`int`, defaults to 95): JPEG quality, 1 to 100.
-        uncompressed (`bool`): Write BMPs instead: several times the disk space, and hardly any time to decode.
+        uncompressed (`bool`): Write PPMs instead: several times the disk space, and nothing to decode.
         num_workers (`int`, *optional*): Threads; by default as many as there are cores.
         shard_size (`int`, defaults to 1024): Images per file.
     """
     is_path = Path(data).exists() or data.startswith((".", "/", "~"))
     splits, name = load_all_splits(dataset_path=data) if is_path else load_all_splits(dataset_name=data)
     splits, held_out_rule = hold_out(splits)
-    encoding = "bmp" if uncompressed else f"jpeg {quality}"
+    encoding = "ppm" if uncompressed else f"jpeg {quality}"
     identity = describe(splits, name) | {"size": size, "encoding": encoding, "shard_size": shard_size}
     output = Path(output)
     if read_record(output, identity):
@@ -176,7 +176,7 @@ def write_shard(
 
 
 def shrink_image(image: Image.Image, record: dict, size: int, quality: int | None) -> bytes:
-    """An opened image as a file with a short side of at most `size` pixels: JPEG, or BMP where `quality` is `None`."""
+    """An opened image as a file with a short side of at most `size` pixels: JPEG, or PPM where `quality` is `None`."""
     height, width = upright_size(image)
     content = read_content(record)
     if min(height, width) <= size and quality is not None and content is not None:
@@ -193,7 +193,7 @@ def shrink_image(image: Image.Image, record: dict, size: int, quality: int | Non
         sides = (left, top, left + width, top + height)
         image = image.resize((new_width, new_height), Image.Resampling.BICUBIC, sides)
     buffer = io.BytesIO()
-    image.save(buffer, "BMP") if quality is None else image.save(buffer, "JPEG", quality=quality)
+    image.save(buffer, "PPM") if quality is None else image.save(buffer, "JPEG", quality=quality)
     return buffer.getvalue()
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from .augmentation import rand_augment
-from .decoding import decode_reduced, upright_size
+from .decoding import decode_reduced, upright_size, view_pixels
 from .keyed_random import sample_generator
 
 
@@ -71,13 +71,18 @@ def center_crop(
     return np.asarray(image).reshape(*size, -1)
 
 
-def crop_then_resize(image: Image.Image, box: tuple[int, int, int, int], size: tuple[int, int]) -> np.ndarray:
+def crop_then_resize(
+    image: Image.Image | np.ndarray, box: tuple[int, int, int, int], size: tuple[int, int]
+) -> np.ndarray:
     """A box `(top, left, height, width)` of whole pixels as torchvision crops and resizes it, bicubic, antialiased; bytes.
 
     PyTorch resizes bytes 2 to 4 times as fast as Pillow, and differs from it by two of 255 levels at most.
     """
     top, left, height, width = box
-    crop = np.array(image.crop((left, top, left + width, top + height))).reshape(height, width, -1)
+    if isinstance(image, np.ndarray):
+        crop = image[top : top + height, left : left + width].copy()
+    else:
+        crop = np.array(image.crop((left, top, left + width, top + height))).reshape(height, width, -1)
     pixels = torch.from_numpy(crop).permute(2, 0, 1).unsqueeze(0)
     return F.interpolate(pixels, size, mode="bicubic", antialias=True)[0].permute(1, 2, 0).numpy()
 
@@ -146,12 +151,13 @@ class Augmentation:
         mean, std = list(processor.image_mean), list(processor.image_std)
         return cls((height, size.get("width") or height), num_channels, num_patches, mean, std, **settings)
 
-    def draw(self, keys: list[tuple[int, int]]) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+    def draw(self, keys: list[tuple[int, int]]) -> np.ndarray:
         """Draws for crops, flips, and mask noise, one row per `(epoch, index)`."""
         count = DRAWS_BEFORE_NOISE + self.num_patches
-        draws = np.stack([sample_generator(self.seed, epoch, index).random(count) for epoch, index in keys])
-        flips = torch.from_numpy(draws[:, 22] < 0.5) & self.horizontal_flip
-        return draws, flips, torch.from_numpy(draws[:, DRAWS_BEFORE_NOISE:]).float()
+        return np.stack([sample_generator(self.seed, epoch, index).random(count) for epoch, index in keys])
+
+    def flips(self, draws: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(draws[:, 22] < 0.5) & self.horizontal_flip
 
     def boxes(self, draws: np.ndarray, height: int, width: int) -> np.ndarray:
         if self.crop_scale is None:
@@ -160,27 +166,29 @@ class Augmentation:
 
     def batch(self, images: torch.Tensor, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         """A batch of images of one size, as bytes `(batch, channels, height, width)`, at once."""
-        draws, flips, noise = self.draw(keys)
+        draws = self.draw(keys)
         boxes = torch.from_numpy(self.boxes(draws, *images.shape[2:])).float()
-        return self.finish(crop_and_resize(images, boxes, flips, self.image_size), noise, keys)
+        return self.finish(crop_and_resize(images, boxes, self.flips(draws), self.image_size), draws, keys)
 
-    def images(self, crops: list[np.ndarray], keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-        """A batch from crops that [`crop`] made for the same keys."""
-        _, flips, noise = self.draw(keys)
+    def images(
+        self, crops: list[np.ndarray], draws: np.ndarray, keys: list[tuple[int, int]]
+    ) -> dict[str, torch.Tensor]:
+        """A batch from crops that [`crop`] made with the same draws."""
         pixels = torch.empty(len(crops), self.num_channels, *self.image_size)
-        for row, crop, flip in zip(pixels, crops, flips):  # bytes to floats in one pass each
+        for row, crop, flip in zip(pixels, crops, self.flips(draws).tolist()):  # bytes to floats in one pass each
             channels = torch.from_numpy(crop).permute(2, 0, 1)
             row.copy_(channels.flip(2) if flip else channels)
-        return self.finish(pixels, noise, keys)
+        return self.finish(pixels, draws, keys)
 
-    def crop(self, image: Image.Image, key: tuple[int, int]) -> np.ndarray:
-        """The crop of an image of any size for `(epoch, index)`, resized: `(height, width, channels)` bytes.
+    def crop(self, image: Image.Image, draws: np.ndarray) -> np.ndarray:
+        """The crop of an image of any size for one row of draws, resized: `(height, width, channels)` bytes.
 
         A JPEG whose pixels were not read yet is decoded at the scale that the crop needs. Random crops at full scale are those
         of [`crop_then_resize`]; others start and end within pixels, and are resized by Pillow.
         """
-        draws = sample_generator(self.seed, *key).random((1, DRAWS_BEFORE_NOISE))
-        box = self.boxes(draws, *upright_size(image))[0]
+        box = self.boxes(draws[None], *upright_size(image))[0]
+        if self.crop_scale is not None and (pixels := view_pixels(image, self.num_channels)) is not None:
+            return crop_then_resize(pixels, tuple(box.astype(int).tolist()), self.image_size)
         image, box, factor = decode_reduced(image, self.num_channels, box, self.image_size)
         if self.crop_scale is not None and factor == 1:
             return crop_then_resize(image, tuple(box.astype(int).tolist()), self.image_size)
@@ -189,11 +197,10 @@ class Augmentation:
         resized = image.resize(self.image_size[::-1], Image.Resampling.BICUBIC, sides)
         return np.array(resized).reshape(*self.image_size, self.num_channels)
 
-    def finish(
-        self, pixels: torch.Tensor, noise: torch.Tensor, keys: list[tuple[int, int]]
-    ) -> dict[str, torch.Tensor]:
+    def finish(self, pixels: torch.Tensor, draws: np.ndarray, keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
         if self.rand_augment_magnitude > 0:
             pixels = torch.stack([self.rand_augmented(image, *key) for image, key in zip(pixels, keys)])
+        noise = torch.from_numpy(draws[:, DRAWS_BEFORE_NOISE:]).float()
         return {"pixel_values": pixels.div_(255).sub_(self.mean).div_(self.std), "noise": noise}
 
     def rand_augmented(self, pixels: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
