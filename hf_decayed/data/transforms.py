@@ -13,29 +13,32 @@ from .decoding import decode_reduced, upright_size, view_pixels
 from .keyed_random import sample_generator
 
 
+LOG_RATIOS = math.log(3 / 4), math.log(4 / 3)  # of the aspect ratio of a crop
 DRAWS_BEFORE_NOISE = 24  # ten tries of (area, aspect ratio), place of the crop (two), flip, one to spare
 
 
-def crop_boxes(draws: np.ndarray, height: int, width: int, scale: tuple[float, float]) -> np.ndarray:
-    """Random resized crops `(top, left, height, width)`, one per row of draws in [0, 1), as torchvision draws them.
+def crop_box(
+    draws: list[float], height: int, width: int, scale: tuple[float, float]
+) -> tuple[float, float, float, float]:
+    """A random resized crop `(top, left, height, width)` from 22 draws in [0, 1), as torchvision draws it.
 
     Ten tries at an area in `scale` and an aspect ratio in [3/4, 4/3]; the first that fits is used, else the center.
     """
-    areas = height * width * (scale[0] + (scale[1] - scale[0]) * draws[:, 0:20:2])
-    ratios = np.exp(math.log(3 / 4) + (math.log(4 / 3) - math.log(3 / 4)) * draws[:, 1:20:2])
-    widths, heights = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
-    fits = (widths >= 1) & (widths <= width) & (heights >= 1) & (heights <= height)
-    first = fits.argmax(axis=1)
-    rows = np.arange(len(draws))
-    box_height, box_width = heights[rows, first], widths[rows, first]
-    whole_height, whole_width = min(height, round(width / (3 / 4))), min(width, round(height * (4 / 3)))
-    box_height = np.where(fits.any(axis=1), box_height, whole_height)
-    box_width = np.where(fits.any(axis=1), box_width, whole_width)
-    top = np.floor(draws[:, 20] * (height - box_height + 1))
-    left = np.floor(draws[:, 21] * (width - box_width + 1))
-    top = np.where(fits.any(axis=1), top, (height - whole_height) // 2)
-    left = np.where(fits.any(axis=1), left, (width - whole_width) // 2)
-    return np.stack([top, left, box_height, box_width], axis=1)
+    for area_draw, ratio_draw in zip(draws[0:20:2], draws[1:20:2]):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
+        ratio = math.exp(LOG_RATIOS[0] + (LOG_RATIOS[1] - LOG_RATIOS[0]) * ratio_draw)
+        box_height, box_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 1 <= box_height <= height and 1 <= box_width <= width:
+            top = math.floor(draws[20] * (height - box_height + 1))
+            left = math.floor(draws[21] * (width - box_width + 1))
+            return top, left, box_height, box_width
+    box_height, box_width = min(height, round(width / (3 / 4))), min(width, round(height * (4 / 3)))
+    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
+
+
+def crop_boxes(draws: np.ndarray, height: int, width: int, scale: tuple[float, float]) -> np.ndarray:
+    """[`crop_box`] for every row of draws. For one row, which is the usual case, NumPy would be ten times as slow."""
+    return np.array([crop_box(row, height, width, scale) for row in draws[:, :22].tolist()], dtype=float)
 
 
 def center_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
