@@ -137,7 +137,9 @@ def add_prepare(commands):
     parser.add_argument("--output", required=True, metavar="DIR", help="new folder to write")
     parser.add_argument("--size", type=positive_int, default=256, help="largest short side in pixels")
     parser.add_argument("--quality", type=jpeg_quality, default=95, help="JPEG quality, 1 to 100")
-    parser.add_argument("--uncompressed", action="store_true", help="write PPMs: more disk space, nothing to decode")
+    parser.add_argument(
+        "--uncompressed", action="store_true", help="write PPMs: more disk space, random crops need no decoding"
+    )
     parser.add_argument(
         "--on_bad_image",
         choices=["stop", "skip"],

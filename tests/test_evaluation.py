@@ -199,7 +199,7 @@ def test_effective_rank_of_sorted_features():
 
 
 def test_products_of_numpy_are_those_of_torch(monkeypatch):
-    """On a CPU of AMD NumPy multiplies, with as many threads as PyTorch; neighbours and rank do not depend on it."""
+    """On an AMD CPU NumPy multiplies; neighbours and rank do not depend on it."""
     generator = torch.Generator().manual_seed(0)
     bank, queries = torch.randn(5000, 24, generator=generator), torch.randn(300, 24, generator=generator)
     results = {}
@@ -210,9 +210,23 @@ def test_products_of_numpy_are_those_of_torch(monkeypatch):
         results[in_numpy] = (*find_neighbours(bank, queries, 20, 128), torch.tensor(effective_rank(bank)))
     for ours, theirs in zip(results[False], results[True]):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
-    with products.same_threads():
-        threads = {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
-    assert threads == {torch.get_num_threads()}
+
+
+def test_numpy_multiplies_with_as_many_threads_as_torch(monkeypatch):
+    def threads():
+        return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+
+    if not threads():
+        pytest.skip("NumPy multiplies with a library whose threads cannot be set")
+    monkeypatch.setattr(products, "numpy_is_faster", lambda: True)
+    before, of_torch = threads(), torch.get_num_threads()
+    torch.set_num_threads(before[0] + 1)
+    try:
+        with products.same_threads():
+            assert set(threads()) == {before[0] + 1}
+    finally:
+        torch.set_num_threads(of_torch)
+    assert threads() == before
 
 
 def test_effective_rank_at_the_extremes():

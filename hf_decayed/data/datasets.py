@@ -114,9 +114,8 @@ class TrainingImages(torch.utils.data.Dataset):
         crops, bad_images = [], torch.zeros(len(indices), dtype=torch.long)
         records = self.dataset[indices][self.image_column]  # at once: row by row is far slower
         for position, record in enumerate(records):
-            while (
-                pixels := self.crop(record, indices[position], draws[position])
-            ) is None:  # the next image replaces a bad one
+            # The next image replaces a bad one.
+            while (pixels := self.crop(record, indices[position], draws[position])) is None:
                 bad_images[position] += 1
                 indices[position] = (indices[position] + 1) % len(self.dataset)
                 record = self.dataset[indices[position]][self.image_column]

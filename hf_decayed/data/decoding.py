@@ -63,11 +63,13 @@ def view_pixels(image: Image.Image, num_channels: int) -> np.ndarray | None:
     `None` for other images, and for those whose channels have to be converted.
     """
     mode = {1: "L", 3: "RGB"}[num_channels]
-    in_memory = image.format == "PPM" and isinstance(image.fp, io.BytesIO)
-    if not in_memory or not image.tile or image.tile[0].args != mode:
+    if image.format != "PPM" or not isinstance(image.fp, io.BytesIO) or not image.tile:
+        return None
+    decoder, _, offset, arguments = image.tile[0]
+    if (decoder, arguments) != ("raw", mode):
         return None
     shape = image.height, image.width, num_channels
-    return np.frombuffer(image.fp.getbuffer(), np.uint8, math.prod(shape), image.tile[0].offset).reshape(shape)
+    return np.frombuffer(image.fp.getvalue(), np.uint8, math.prod(shape), offset).reshape(shape)
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:

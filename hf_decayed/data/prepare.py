@@ -43,7 +43,7 @@ def prepare_images(
         data (`str`): Folder or file as `--dataset_path` takes it, or a data set on the Hub.
         output (`str` or `os.PathLike`): New folder.
         quality (`int`, defaults to 95): JPEG quality, 1 to 100.
-        uncompressed (`bool`): Write PPMs instead: several times the disk space, and nothing to decode.
+        uncompressed (`bool`): Write PPMs instead: several times the disk space, and random crops need no decoding.
         num_workers (`int`, *optional*): Threads; by default as many as there are cores.
         shard_size (`int`, defaults to 1024): Images per file.
     """

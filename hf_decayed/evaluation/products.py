@@ -1,4 +1,4 @@
-"""Large matrix products of float32 on a CPU, by the faster of the libraries of PyTorch and NumPy."""
+"""Large float32 matrix products on a CPU, with PyTorch or NumPy, whichever is faster."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ from threadpoolctl import ThreadpoolController
 
 @functools.cache
 def numpy_is_faster() -> bool:
-    """Whether PyTorch multiplies with Intel's MKL on a CPU of AMD, where the OpenBLAS of NumPy is a sixth faster."""
+    """Whether PyTorch multiplies with Intel's MKL on an AMD CPU; NumPy's OpenBLAS was a sixth faster where it was measured."""
     try:
         cpu = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
@@ -29,8 +29,14 @@ def same_threads():
     if not numpy_is_faster():
         yield
         return
-    with ThreadpoolController().limit(limits=torch.get_num_threads(), user_api="blas"):
+    with find_libraries().limit(limits=torch.get_num_threads(), user_api="blas"):
         yield
+
+
+@functools.cache
+def find_libraries() -> ThreadpoolController:
+    """Libraries with threads of their own; finding them takes milliseconds."""
+    return ThreadpoolController()
 
 
 def multiply_transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
