@@ -371,6 +371,8 @@ def summary(results: dict) -> str:
     columns = {"this run": results, **results.get("compared", {}), "untrained": untrained, "raw pixels": pixels}
     lines = [" " * 31 + "".join(f"  {label:>12}" for label in columns)]
     for name, title in SUMMARY.items():
+        if all(metrics.get(name) is None for metrics in columns.values()):
+            continue  # images without masks, or without labels
         line = f"{title:31}"
         for label, metrics in columns.items():
             value = metrics.get(name)
