@@ -35,13 +35,8 @@ from nothing to a repository on the Hub:
 `hf-decayed COMMAND --help` explains a command, with an example."""
 
 
-# Commands whose flags need imports that take seconds: `hf-decayed --help` only shows these lines.
-SLOW_COMMANDS = {
-    "convert": "turn the checkpoint of another code base into ours, exactly",
-    "report": "show what the shortcuts of an encoder do, by depth",
-    "features": "write the features of a folder of images to a file",
-    "latents": "cache the latents of a nested diffusion model",
-}
+# The flags of `convert` need imports that take seconds, so `hf-decayed --help` only shows this line.
+CONVERT_HELP = "turn the checkpoint of another code base into ours, exactly"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,8 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         "card": add_card,
         "publish": add_publish,
     }.items():
-        if command in SLOW_COMMANDS and command != named:
-            commands.add_parser(command, help=SLOW_COMMANDS[command])
+        if command == "convert" and named != "convert":
+            commands.add_parser(command, help=CONVERT_HELP)
         else:
             add_command(commands)
     options = parser.parse_args(arguments)
@@ -166,7 +161,7 @@ def add_convert(commands):
     }
     parser = commands.add_parser(
         "convert",
-        help=SLOW_COMMANDS["convert"],
+        help=CONVERT_HELP,
         description="Turns a checkpoint into a folder that AutoModel or DiffusionPipeline loads. Kinds:\n"
         + "\n".join(f"  {name:{max(map(len, formats))}} {text}" for name, text in formats.items()),
         epilog="examples:\n  hf-decayed convert --from vit-mae --checkpoint facebook/vit-mae-base --output decayed-vit-mae-base\n  "
@@ -220,7 +215,7 @@ def add_report(commands):
 
     parser = commands.add_parser(
         "report",
-        help=SLOW_COMMANDS["report"],
+        help="show what the shortcuts of an encoder do, by depth",
         description="Reports on the shortcuts of any vision encoder that AutoModel loads: alpha and running product, norm of "
         "every branch against its shortcut, effective rank, kNN accuracy, and what (cluster mIoU) and where (position) the "
         "patches hold, by depth. Writes report.json, report.md and report.png.",
@@ -288,7 +283,7 @@ def add_latents(commands):
 
     parser = commands.add_parser(
         "latents",
-        help=SLOW_COMMANDS["latents"],
+        help="cache the latents of a nested diffusion model",
         description="Encodes images into the latents of all levels of a nested diffusion model: fits the SVDs, and writes the "
         "cache that training/nested.py with the same flags uses, so that levels can be trained in parallel on several "
         "machines. A command that was stopped continues when it is repeated.",
@@ -342,7 +337,7 @@ def run_latents(options) -> str:
 def add_features(commands):
     parser = commands.add_parser(
         "features",
-        help=SLOW_COMMANDS["features"],
+        help="write the features of a folder of images to a file",
         description="Writes one feature of every image, with its name and label, to a safetensors or parquet file.",
         epilog="examples:\n  hf-decayed features photos --model outputs/mae --output features.safetensors\n  hf-decayed features "
         "photos --model facebook/dinov2-base --feature last.cls --output features.parquet",
