@@ -23,6 +23,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from script_server import kill, start_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoImageProcessor, AutoModel, AutoModelForPreTraining, ViTMAEConfig, ViTMAEForPreTraining
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
@@ -183,6 +184,31 @@ def test_shortcuts_on_their_way_down(decay, tmp_path):
 
 
 @pytest.mark.slow
+def test_lowered_shortcuts_are_not_compiled_again():
+    """Once for all steps on the way down and once for the final shortcuts; every step is that of the eager encoder."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
+    encoder = DecayedViTMAEModel(DecayedViTMAEConfig(image_size=16, patch_size=4, hidden_dropout_prob=0.0, **sizes))
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)  # branches that start at zero would hide their shortcuts
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+    compiled = torch.compile(encoder, backend=counter)
+    images, outputs, compilations = torch.randn(2, 3, 16, 16), [], []
+    for progress in (0.0, 0.3, 0.6, 1.0, 1.0):
+        set_shortcut_progress(encoder, 0.6, progress)
+        expected = encoder(images).last_hidden_state
+        set_shortcut_progress(encoder, 0.6, progress, compiled=True)
+        actual = compiled(images).last_hidden_state
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        actual.sum().backward()
+        outputs.append(actual.detach())
+        compilations.append(counter.frame_count)
+    assert not torch.allclose(outputs[0], outputs[1]) and torch.equal(outputs[3], outputs[4])
+    assert compilations[0] == compilations[2] < compilations[3] == compilations[4]
+    assert encoder.shortcut_alphas() == encoder.config.shortcut_alphas()  # numbers again: it can be saved
+
+
+@pytest.mark.slow
 def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
     flags = ["--shortcut_decay", 0.6, "--decay_warmup", 0.8, "--log_every", 1, "--resume_from_checkpoint", "latest"]
     run(recipe, tmp_path / "lowered", *flags)
@@ -231,7 +257,6 @@ def test_shortcuts_that_are_lowered_while_it_trains(recipe, tmp_path):
             "mae.py: --decay_warmup needs residual_form 'decay' and a shortcut_schedule that is not learned, got 'decay' and 'learned'",
             marks=pytest.mark.slow,
         ),
-        pytest.param(["--decay_warmup", "0.5", "--compile", "true"], "drop one", marks=pytest.mark.slow),
         pytest.param(
             ["--max_train_steps", "4", "--schedule_steps", "3"],
             "mae.py: --schedule_steps 3 ends before the training, which has 4 steps",
@@ -478,6 +503,7 @@ def test_a_public_checkpoint_goes_on_with_decay(recipe, tmp_path):
 @pytest.mark.timeout(1800)
 def test_compiled_checkpointed_and_in_half_precision(recipe, tmp_path):
     """What only makes it faster or smaller leaves the same files behind, and resumes."""
+    shared = ["--set", "hidden_dropout_prob=0.0", "--decay_warmup", 0.5]
     for flags, variables in (
         (["--compile", "true"], {}),
         (["--gradient_checkpointing", "true"], {}),
@@ -485,7 +511,7 @@ def test_compiled_checkpointed_and_in_half_precision(recipe, tmp_path):
     ):
         output = tmp_path / flags[0].strip("-")
         # One thread: those of compiled code add up gradients in whatever order they come, resumed or not.
-        flags = [*flags, "--set", "hidden_dropout_prob=0.0", "--cpu_threads", 1]
+        flags = [*flags, *shared, "--cpu_threads", 1]
         run(recipe, output, *flags, environment=variables)
         whole = weights(output)
         assert AutoModel.from_pretrained(output).num_parameters() > 0
@@ -493,7 +519,7 @@ def test_compiled_checkpointed_and_in_half_precision(recipe, tmp_path):
         resumed = run(recipe, output, *flags, "--resume_from_checkpoint", "latest", environment=variables)
         assert "resumed at step 10" in resumed.stdout
         assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
-    run(recipe, tmp_path / "plain", "--set", "hidden_dropout_prob=0.0")
+    run(recipe, tmp_path / "plain", *shared)
     expected = losses(tmp_path / "plain")
     for name, tolerance in (("compile", 1e-5), ("gradient_checkpointing", 1e-6), ("mixed_precision", 0.02)):
         measured = losses(tmp_path / name)

@@ -368,11 +368,7 @@ def test_a_recipe_compares_with_shipped_checkpoints_of_its_images(tmp_path, monk
     for others in (["--dataset_name", "bundled"], ["--set", "image_size=56"], ["--compare"], ["--recipe", "grey"]):
         assert mae.parse_arguments(others)[0].compare == []
     assert mae.parse_arguments(["--compare", "a", "b"])[0].compare == ["a", "b"]
-    for beginning in (
-        ["--init_from", "model"],
-        ["--compile", "true"],
-    ):  # its warm-up of the decay is for another beginning
-        assert mae.parse_arguments(beginning)[0].decay_warmup is None
+    assert mae.parse_arguments(["--init_from", "model"])[0].decay_warmup is None  # it is for a new network
     assert mae.parse_arguments(["--init_from", "model", "--decay_warmup", "0.5"])[0].decay_warmup == 0.5
     monkeypatch.setattr(mae, "SHIPPED", tmp_path)  # as in a wheel, which has no checkpoints
     assert mae.parse_arguments([])[0].compare == []

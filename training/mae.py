@@ -146,17 +146,15 @@ def parse_arguments(arguments=None):
 
 
 def can_lower_decay(options) -> bool:
-    """Whether the decay may start at 1 and fall: only in a new, uncompiled network with fixed alphas."""
+    """Whether the decay may start at 1 and fall: only in a new network with fixed alphas."""
     has_fixed_alphas = (
         options.fields.get("residual_form", "decay") == "decay"
         and options.fields.get("shortcut_schedule") != "learned"
     )
-    return has_fixed_alphas and not options.init_from and not options.compile
+    return has_fixed_alphas and not options.init_from
 
 
 def check_combinations(parser: ScriptParser, options) -> None:
-    if options.decay_warmup and options.compile:
-        parser.error("--decay_warmup changes the network at every step, and --compile would recompile it: drop one")
     if options.keep_function and not (options.init_from and options.shortcut_decay):
         parser.error("--keep_function needs --init_from and --shortcut_decay above 0")
     if options.keep_function and options.decay_warmup:
@@ -218,8 +216,6 @@ def main():
     run.resume(dataset=splits.name, fingerprint=splits.fingerprint())
     if run.step == 0:
         run.record(untrained)
-    elif decay_steps:  # a run that is resumed at its end is saved with the decay of its last step
-        lower_decay(encoders, final_decay, run.step - 1, decay_steps)
 
     # Loop.
     for batch in run.batches(images):
@@ -227,7 +223,8 @@ def main():
             optimizer, peak_learning_rate * warmup_cosine(run.step + 1, warmup_steps, run.schedule_steps)
         )
         if decay_steps:
-            run.record({"decay_share": lower_decay(encoders, final_decay, run.step, decay_steps)})
+            progress = lower_decay(encoders, final_decay, run.step, decay_steps, options.compile)
+            run.record({"decay_share": progress})
         with run.accumulate(model):
             outputs = model(**batch, return_logits=False, output_hidden_states=run.logging)
             run.backward(outputs.loss)
@@ -239,6 +236,8 @@ def main():
             run.evaluate(monitor, evaluated, "reconstructions")
 
     # End.
+    if decay_steps:  # as plain numbers, also where the run was resumed at its end
+        lower_decay(encoders, final_decay, run.step - 1, decay_steps, compiled=False)
     run.save(processor, "image processor")
     run.save(evaluated)
     measured = run.evaluate(monitor, evaluated, "reconstructions")
@@ -346,11 +345,11 @@ def load_training_images(options, run, splits, augmentation):
     return images, f"{len(images)} images {'decoded on demand' if images.uses_workers else 'in memory'}"
 
 
-def lower_decay(encoders, final_decay: float, step: int, decay_steps: int) -> float:
+def lower_decay(encoders, final_decay: float, step: int, decay_steps: int, compiled: bool) -> float:
     """Sets the shortcuts for a step, from 1 at the first to those of `final_decay` after `decay_steps`; returns the progress."""
     progress = 1.0 if step >= decay_steps - 1 else step / (decay_steps - 1)
     for encoder in encoders:
-        set_shortcut_progress(encoder, final_decay, progress)
+        set_shortcut_progress(encoder, final_decay, progress, compiled)
     return progress
 
 
