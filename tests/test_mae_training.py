@@ -23,12 +23,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from script_server import kill, start_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoImageProcessor, AutoModel, AutoModelForPreTraining, ViTMAEConfig, ViTMAEForPreTraining
 
-from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel
 from hf_decayed.data.sources import load_splits
-from hf_decayed.run.optimization import set_shortcut_progress
 
 
 ROOT = Path(__file__).parents[1]
@@ -166,46 +163,6 @@ def test_a_run_in_parts(recipe, tmp_path):
     for leftover in ("model.safetensors", "results.json"):
         (tmp_path / "parts" / leftover).unlink()
     assert "holds a run that did not finish" in run(recipe, tmp_path / "parts", code=2).stderr
-
-
-@pytest.mark.parametrize("decay", [0.6, "auto"])
-def test_shortcuts_on_their_way_down(decay, tmp_path):
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-    encoder = DecayedViTMAEModel(DecayedViTMAEConfig(shortcut_decay=decay, image_size=16, patch_size=4, **sizes))
-    alphas, final_decay = encoder.config.shortcut_alphas(), encoder.config.shortcut_decay
-    set_shortcut_progress(encoder, final_decay, 0.0)
-    assert encoder.shortcut_alphas() == [(1.0, 1.0)] * len(alphas)
-    set_shortcut_progress(encoder, final_decay, 0.5)
-    assert encoder.shortcut_alphas()[-1][1] == pytest.approx((1 + alphas[-1][1]) / 2)
-    encoder.save_pretrained(tmp_path)  # on its way down too
-    assert DecayedViTMAEModel.from_pretrained(tmp_path).shortcut_alphas() == encoder.shortcut_alphas()
-    set_shortcut_progress(encoder, final_decay, 1.0)
-    assert encoder.shortcut_alphas() == alphas  # to the bit
-
-
-@pytest.mark.slow
-def test_lowered_shortcuts_are_not_compiled_again():
-    """Once for all steps on the way down and once for the final shortcuts; every step is that of the eager encoder."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
-    encoder = DecayedViTMAEModel(DecayedViTMAEConfig(image_size=16, patch_size=4, hidden_dropout_prob=0.0, **sizes))
-    for parameter in encoder.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)  # branches that start at zero would hide their shortcuts
-    counter = CompileCounterWithBackend("aot_eager")
-    torch.compiler.reset()
-    compiled = torch.compile(encoder, backend=counter)
-    images, outputs, compilations = torch.randn(2, 3, 16, 16), [], []
-    for progress in (0.0, 0.3, 0.6, 1.0, 1.0):
-        set_shortcut_progress(encoder, 0.6, progress)
-        expected = encoder(images).last_hidden_state
-        set_shortcut_progress(encoder, 0.6, progress, compiled=True)
-        actual = compiled(images).last_hidden_state
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-        actual.sum().backward()
-        outputs.append(actual.detach())
-        compilations.append(counter.frame_count)
-    assert not torch.allclose(outputs[0], outputs[1]) and torch.equal(outputs[3], outputs[4])
-    assert compilations[0] == compilations[2] < compilations[3] == compilations[4]
-    assert encoder.shortcut_alphas() == encoder.config.shortcut_alphas()  # numbers again: it can be saved
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from hf_decayed.models.image_processing_decayed import default_image_processor
 from hf_decayed.run import Run, adamw, script_main, warmup_cosine
 from hf_decayed.run.arguments import (
     ScriptParser,
+    add_decay_warmup_argument,
     add_field_argument,
     add_image_arguments,
     add_run_arguments,
@@ -45,8 +46,9 @@ from hf_decayed.run.arguments import (
     decoding_arguments,
     merge_fields,
 )
+from hf_decayed.run.decay_warmup import DecayWarmup, check_decay_warmup
 from hf_decayed.run.monitors import PatchMonitor, RepresentationMonitor
-from hf_decayed.run.optimization import equivalent_groups, set_shortcut_progress
+from hf_decayed.run.optimization import equivalent_groups
 
 
 SHIPPED = Path(__file__).resolve().parents[1] / "model_cards"
@@ -105,11 +107,7 @@ def parse_arguments(arguments=None):
     training.add_argument(
         "--warmup_epochs", type=non_negative_float, default=40, help="for a stream, a twentieth of the steps"
     )
-    training.add_argument(
-        "--decay_warmup",
-        type=fraction,
-        help="fraction of the steps over which shortcuts fall from 1 to their final weights; by default 0",
-    )
+    add_decay_warmup_argument(training)
     training.add_argument(
         "--equivalent_decay",
         type=shortcut_decay,
@@ -174,11 +172,8 @@ def main():
     model = build_model(options, slow_sdpa=run.device.type == "cpu" and run.accelerator.mixed_precision == "bf16")
     config = model.config
     others = load_compared_models(options.compare, config)
-    if options.decay_warmup and (config.residual_form != "decay" or config.shortcut_schedule == "learned"):
-        raise UserError(
-            "--decay_warmup needs residual_form 'decay' and a shortcut_schedule that is not learned, got "
-            f"'{config.residual_form}' and '{config.shortcut_schedule}'."
-        )
+    if options.decay_warmup:
+        check_decay_warmup(config.to_dict())
     processor = default_image_processor(config.image_size, config.num_channels, options.center_crop)
     augmentation = Augmentation.from_processor(
         processor, config.num_channels, math.prod(config.grid_size), **augmentation_arguments(options)
@@ -205,9 +200,8 @@ def main():
     groups = decayed_rates(model, options.equivalent_decay, options.weight_decay) if options.equivalent_decay else None
     optimizer = adamw(model, peak_learning_rate, betas, options.weight_decay, groups)
     average, evaluated = run.average(model)
-    encoders = [network.vit for network in (model, evaluated)]  # before anything wraps them
-    final_decay = config.shortcut_decay
-    decay_steps = round((options.decay_warmup or 0) * run.schedule_steps)  # over which shortcuts are lowered
+    encoders = [network.vit for network in (model, evaluated)]
+    decay_warmup = DecayWarmup(encoders, options.decay_warmup, run.schedule_steps, options.compile)
 
     # Prepare.
     model, optimizer = run.prepare(model=model, optimizer=optimizer)
@@ -222,9 +216,7 @@ def main():
         run.set_learning_rate(
             optimizer, peak_learning_rate * warmup_cosine(run.step + 1, warmup_steps, run.schedule_steps)
         )
-        if decay_steps:
-            progress = lower_decay(encoders, final_decay, run.step, decay_steps, options.compile)
-            run.record({"decay_share": progress})
+        run.record(decay_warmup.set(run.step))
         with run.accumulate(model):
             outputs = model(**batch, return_logits=False, output_hidden_states=run.logging)
             run.backward(outputs.loss)
@@ -236,8 +228,7 @@ def main():
             run.evaluate(monitor, evaluated, "reconstructions")
 
     # End.
-    if decay_steps:  # as plain numbers, also where the run was resumed at its end
-        lower_decay(encoders, final_decay, run.step - 1, decay_steps, compiled=False)
+    decay_warmup.finish(run.step)
     run.save(processor, "image processor")
     run.save(evaluated)
     measured = run.evaluate(monitor, evaluated, "reconstructions")
@@ -343,14 +334,6 @@ def load_training_images(options, run, splits, augmentation):
     if images.bad_images:
         run.print(f"skipped {images.bad_images} images that cannot be decoded")
     return images, f"{len(images)} images {'decoded on demand' if images.uses_workers else 'in memory'}"
-
-
-def lower_decay(encoders, final_decay: float, step: int, decay_steps: int, compiled: bool) -> float:
-    """Sets the shortcuts for a step, from 1 at the first to those of `final_decay` after `decay_steps`; returns the progress."""
-    progress = 1.0 if step >= decay_steps - 1 else step / (decay_steps - 1)
-    for encoder in encoders:
-        set_shortcut_progress(encoder, final_decay, progress, compiled)
-    return progress
 
 
 def check_norm(norm: float, config, step: int) -> float:

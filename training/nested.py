@@ -22,6 +22,7 @@ from hf_decayed.models.unet_nested_uvit import SIZES, NestedUViT2DModel
 from hf_decayed.pipelines.pipeline_nested_diffusion import NestedDiffusionPipeline
 from hf_decayed.run import Run, adamw, linear_warmup, script_main
 from hf_decayed.run import arguments as flags
+from hf_decayed.run.decay_warmup import DecayWarmup
 from hf_decayed.run.diffusion import load_diffusion_data
 from hf_decayed.run.nested import level_options, load_finished_levels, load_nested_data, measure_level, save_chain
 
@@ -139,6 +140,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     images = data.images(run, level, **flags.diffusion_image_arguments(options))
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
+    decay_warmup = DecayWarmup([model, evaluated], options.decay_warmup, run.schedule_steps, options.compile)
     # The noise levels of training and sampling.
     betas = PIXEL_BETAS if images_and_classes.vae is None else LATENT_BETAS
     noise_schedule = DDPMScheduler(**betas, prediction_type=options.prediction_type)
@@ -168,6 +170,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     # Loop.
     for batch in run.batches(images):
         run.set_learning_rate(optimizer, options.learning_rate * linear_warmup(run.step + 1, options.warmup_steps))
+        run.record(decay_warmup.set(run.step))
         # DDPM: every sample gets a random noise level, keyed by the sample as its noise is.
         timesteps = (batch["uniform"][:, 0] * noise_schedule.config.num_train_timesteps).long()
         noisy = noise_schedule.add_noise(batch["sample"], batch["noise"], timesteps)
@@ -192,18 +195,25 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
             run.evaluate(monitor, make_pipeline({level: evaluated, **above}), "samples")
 
     # End.
+    decay_warmup.finish(run.step)
     results = measure_level(run, evaluated, monitor, make_pipeline({level: evaluated, **above}), data, level)
-    others = [number for number in range(1, data.num_levels + 1) if number != level]
-    networks = {level: evaluated, **load_finished_levels(options.output_dir, others)} if is_last else {}
-    if missing := [str(number) for number in others if number not in networks and is_last]:
-        closing_words = f"no pipeline yet: train level {', '.join(missing)}, with the same --output_dir"
-    elif is_last:
-        monitor = data.monitor(run, 1, networks, **flags.sampling_arguments(options))
-        pipeline = make_pipeline(networks, data.latent_encoder)
-        closing_words = save_chain(run, options.output_dir, pipeline, monitor, data, results)
+    closing_words = ""
+    if is_last:
+        others = [number for number in range(1, data.num_levels + 1) if number != level]
+        networks = {level: evaluated, **load_finished_levels(options.output_dir, others)}
+        closing_words = join_levels(run, options, networks, make_pipeline, data, results)
     run.finish(results, "network", card=False)
     if is_last:
         run.print(closing_words)
+
+
+def join_levels(run, options, networks, make_pipeline, data, results) -> str:
+    """Saves and measures the chain of all levels, unless some are missing; returns the closing words."""
+    if missing := [str(number) for number in range(1, data.num_levels + 1) if number not in networks]:
+        return f"no pipeline yet: train level {', '.join(missing)}, with the same --output_dir"
+    monitor = data.monitor(run, 1, networks, **flags.sampling_arguments(options))
+    pipeline = make_pipeline(networks, data.latent_encoder)
+    return save_chain(run, options.output_dir, pipeline, monitor, data, results)
 
 
 def main():

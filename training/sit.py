@@ -18,6 +18,7 @@ from hf_decayed.models.transformer_decayed_sit import SIZES, DecayedSiTTransform
 from hf_decayed.pipelines.pipeline_decayed_sit import DecayedSiTPipeline
 from hf_decayed.run import Run, adamw, linear_warmup, script_main
 from hf_decayed.run import arguments as flags
+from hf_decayed.run.decay_warmup import DecayWarmup
 from hf_decayed.run.diffusion import finish_diffusion, load_diffusion_data
 
 
@@ -42,6 +43,7 @@ def main():
     images = data.images(run, **flags.diffusion_image_arguments(options))
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
+    decay_warmup = DecayWarmup([model, evaluated], options.decay_warmup, run.schedule_steps, options.compile)
 
     # Optimizer.
     optimizer = adamw(model, options.learning_rate, (options.adam_beta1, options.adam_beta2), options.weight_decay)
@@ -60,6 +62,7 @@ def main():
     # Loop.
     for batch in run.batches(images):
         run.set_learning_rate(optimizer, options.learning_rate * linear_warmup(run.step + 1, options.warmup_steps))
+        run.record(decay_warmup.set(run.step))
         # A straight line from noise at time 0 to data at time 1; its velocity is constant.
         times = batch["uniform"][:, 0].float()
         noisy = torch.lerp(batch["noise"], batch["pixel_values"], times.view(-1, 1, 1, 1))
@@ -72,6 +75,7 @@ def main():
             run.evaluate(monitor, make_pipeline(), "samples")
 
     # End.
+    decay_warmup.finish(run.step)
     finish_diffusion(run, make_pipeline(), monitor, data, images)
 
 

@@ -16,6 +16,7 @@ from hf_decayed.models.unet_decayed_uvit import SIZES, DecayedUViT2DModel
 from hf_decayed.pipelines.pipeline_decayed_uvit import DecayedUViTPipeline
 from hf_decayed.run import Run, adamw, linear_warmup, script_main
 from hf_decayed.run import arguments as flags
+from hf_decayed.run.decay_warmup import DecayWarmup
 from hf_decayed.run.diffusion import finish_diffusion, load_diffusion_data
 
 
@@ -51,6 +52,7 @@ def main():
     images = data.images(run, **flags.diffusion_image_arguments(options))
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
+    decay_warmup = DecayWarmup([model, evaluated], options.decay_warmup, run.schedule_steps, options.compile)
     # The noise levels of training and sampling.
     levels = {**(PIXEL_BETAS if data.vae is None else LATENT_BETAS), "prediction_type": options.prediction_type}
     noise_schedule = DDPMScheduler(**levels)
@@ -74,6 +76,7 @@ def main():
     # Loop.
     for batch in run.batches(images):
         run.set_learning_rate(optimizer, options.learning_rate * linear_warmup(run.step + 1, options.warmup_steps))
+        run.record(decay_warmup.set(run.step))
         # DDPM: every sample gets a random noise level, keyed by the sample as its noise is.
         timesteps = (batch["uniform"][:, 0] * noise_schedule.config.num_train_timesteps).long()
         noisy = noise_schedule.add_noise(batch["pixel_values"], batch["noise"], timesteps)
@@ -90,6 +93,7 @@ def main():
             run.evaluate(monitor, make_pipeline(), "samples")
 
     # End.
+    decay_warmup.finish(run.step)
     finish_diffusion(run, make_pipeline(), monitor, data, images)
 
 

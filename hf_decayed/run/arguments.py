@@ -316,6 +316,14 @@ def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str | None, *
     return running
 
 
+def add_decay_warmup_argument(training) -> None:
+    training.add_argument(
+        "--decay_warmup",
+        type=fraction,
+        help="fraction of the steps over which shortcuts fall from 1 to their final weights; by default 0",
+    )
+
+
 def add_diffusion_arguments(parser: ScriptParser, sizes: dict, sampler: str, batch_size: int, ema_decay: float):
     """Adds the flags of all diffusion scripts; returns the groups `model` and `training`, for the script's own."""
     data = add_data_arguments(parser)
@@ -336,6 +344,7 @@ def add_diffusion_arguments(parser: ScriptParser, sizes: dict, sampler: str, bat
     training.add_argument("--max_train_steps", type=positive_int)
     training.add_argument("--learning_rate", type=non_negative_float, help="constant after the warm-up")
     training.add_argument("--warmup_steps", type=non_negative_int)
+    add_decay_warmup_argument(training)
     training.add_argument("--adam_beta1", type=fraction)
     training.add_argument("--adam_beta2", type=fraction, default=0.999)
 

@@ -17,7 +17,6 @@ __all__ = [
     "layerwise_groups",
     "linear_warmup",
     "parameter_groups",
-    "set_shortcut_progress",
     "warmup_cosine",
 ]
 
@@ -63,28 +62,6 @@ def adamw(
 def linear_warmup(step: int, warmup_steps: int) -> float:
     """Fraction of the peak learning rate at a step: rising linearly over `warmup_steps`, then constant."""
     return min(1.0, step / max(1, warmup_steps))
-
-
-def set_shortcut_progress(
-    encoder: torch.nn.Module, shortcut_decay: float, progress: float, compiled: bool = False
-) -> None:
-    """Moves the shortcuts of a masked autoencoder's encoder from 1 (progress 0) to those of `shortcut_decay` (progress 1).
-
-    Its config follows, so the model can be saved at any progress: every schedule is linear in `shortcut_decay`.
-
-    Args:
-        compiled (`bool`, defaults to `False`):
-            Whether the encoder is compiled. Compiled code takes a float for a constant, and would be compiled again at
-            every step. Until progress 1 the alphas are therefore tensors, as those of `shortcut_schedule="learned"` are.
-    """
-    config = encoder.config
-    config.shortcut_decay = shortcut_decay if progress >= 1.0 else 1.0 - progress * (1.0 - shortcut_decay)
-    for layer, alphas in zip(encoder.layers, config.shortcut_alphas()):
-        layer.has_learned_alphas = compiled and progress < 1.0
-        if layer.has_learned_alphas:
-            weight = layer.layernorm_before.weight
-            alphas = [torch.full((1,), alpha, dtype=weight.dtype, device=weight.device) for alpha in alphas]
-        layer.attention_alpha, layer.mlp_alpha = alphas
 
 
 def layerwise_groups(model: torch.nn.Module, num_layers: int, layer_decay: float, weight_decay: float) -> list[dict]:
