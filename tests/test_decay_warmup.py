@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import uvit
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_decayed import (
@@ -35,6 +36,19 @@ def test_shortcuts_on_their_way_down(decay, tmp_path):
     assert encoder.shortcut_alphas() == alphas  # to the bit
     assert DecayWarmup([encoder], fraction=None, schedule_steps=10).set(0) == {}
     assert encoder.shortcut_alphas() == alphas
+
+
+def test_learned_shortcuts_are_refused_before_images_are_read(capsys):
+    with pytest.raises(SystemExit):
+        uvit.parse_arguments(["--decay_warmup", "0.5", "--set", "shortcut_schedule=learned"])
+    assert "and shortcut_schedule=learned learns it: drop one" in capsys.readouterr().err
+
+
+def test_a_short_warmup():
+    encoder = DecayedViTMAEModel(DecayedViTMAEConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4))
+    alphas = encoder.shortcut_alphas()
+    DecayWarmup([encoder, encoder], fraction=1.0, schedule_steps=1).set(0)
+    assert encoder.shortcut_alphas() == alphas  # a single step has the whole decay
 
 
 def test_compiled_shortcuts_are_numbers_again_at_the_end(tmp_path):
@@ -82,31 +96,40 @@ def test_diffusion_models(model_class, fields, tmp_path):
     ],
 )
 def test_a_network_whose_decay_cannot_move(model):
-    with pytest.raises(
-        UserError, match="--decay_warmup needs residual_form 'decay' and a shortcut_schedule that is not"
-    ):
+    with pytest.raises(UserError, match="has no decay that can be set"):
         DecayWarmup([model()], fraction=0.5, schedule_steps=10)
     DecayWarmup([model()], fraction=None, schedule_steps=10).finish(10)
 
 
 @pytest.mark.slow
-def test_shortcuts_on_their_way_down_are_not_compiled_again():
-    """Compiled once for all steps on the way down and once for the final shortcuts; every step is the eager encoder's."""
+@pytest.mark.parametrize("family", ["mae", "uvit", "sit"])
+def test_shortcuts_on_their_way_down_are_not_compiled_again(family):
+    """Compiled once for all steps on the way down and once for the final shortcuts; every step is the eager network's."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
-    encoder = DecayedViTMAEModel(DecayedViTMAEConfig(image_size=16, patch_size=4, hidden_dropout_prob=0.0, **sizes))
-    for parameter in encoder.parameters():
+    if family == "mae":
+        network = DecayedViTMAEModel(
+            DecayedViTMAEConfig(image_size=16, patch_size=4, hidden_dropout_prob=0.0, **sizes)
+        )
+        inputs = (torch.randn(2, 3, 16, 16),)
+    else:
+        model_class = DecayedUViT2DModel if family == "uvit" else DecayedSiTTransformer2DModel
+        network = model_class(**SIZES, shortcut_decay=0.6)
+        inputs = (torch.randn(2, 1, 8, 8), torch.tensor([0.2, 0.7]), torch.tensor([0, 2]))
+    for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)  # branches that start at zero would hide their shortcuts
-    eager, compiled = (DecayWarmup([encoder], 0.4, schedule_steps=10, compiled=choice) for choice in (False, True))
+    eager, compiled = (DecayWarmup([network], 0.4, schedule_steps=10, compiled=choice) for choice in (False, True))
     counter = CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
-    forward = torch.compile(encoder, backend=counter)
-    images, outputs, compilations = torch.randn(2, 3, 16, 16), [], []
+    forward = torch.compile(network, backend=counter)
+    outputs, compilations = [], []
     for step in range(5):
+        eager.share = None  # the other one has moved the shortcuts
         eager.set(step)
-        expected = encoder(images).last_hidden_state
+        expected = network(*inputs)[0]
+        compiled.share = None
         compiled.set(step)
-        actual = forward(images).last_hidden_state
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        actual = forward(*inputs)[0]
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         actual.sum().backward()
         outputs.append(actual.detach())
         compilations.append(counter.frame_count)

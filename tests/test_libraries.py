@@ -213,7 +213,8 @@ def test_sharded_by_fully_shard():
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from conftest import TINY_SIZES, random_weights
-        from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+        from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining, shortcut_alphas
+        from hf_decayed.run.decay_warmup import DecayWarmup
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -223,6 +224,8 @@ def test_sharded_by_fully_shard():
         for schedule in ("linear", "learned"):
             model = random_weights(DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES, shortcut_schedule=schedule)))
             expected = model(pixel_values, noise=noise).loss.item()
+            warmup = DecayWarmup([model.vit], 0.5 if schedule == "linear" else None, schedule_steps=8)
+            alphas = shortcut_alphas(model)
             fully_shard(model.vit.embeddings.patch_embeddings, mesh=mesh)
             for layer in [*model.vit.layers, *model.decoder.decoder_layers]:
                 fully_shard(layer, mesh=mesh)
@@ -231,6 +234,11 @@ def test_sharded_by_fully_shard():
             loss.backward()
             assert abs(loss.item() - expected) < 1e-5
             assert all(p.grad is not None for p in model.parameters())
+            if schedule == "linear":  # blocks are of other classes now
+                warmup.set(0)
+                assert {alpha for pair in shortcut_alphas(model) for alpha in pair} == {1.0}
+                warmup.set(3)
+            assert shortcut_alphas(model) == alphas
         torch.distributed.destroy_process_group()
         print("sharded")
         """

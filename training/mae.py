@@ -32,6 +32,7 @@ from hf_decayed.data.datasets import StreamedImages, TrainingImages
 from hf_decayed.data.sources import load_image_splits
 from hf_decayed.data.transforms import Augmentation
 from hf_decayed.decay.continuation import continue_with_decay
+from hf_decayed.decay.own_models import has_fixed_alphas
 from hf_decayed.errors import UserError, explain_loading_errors
 from hf_decayed.models.image_processing_decayed import default_image_processor
 from hf_decayed.run import Run, adamw, script_main, warmup_cosine
@@ -46,7 +47,7 @@ from hf_decayed.run.arguments import (
     decoding_arguments,
     merge_fields,
 )
-from hf_decayed.run.decay_warmup import DecayWarmup, check_decay_warmup
+from hf_decayed.run.decay_warmup import DecayWarmup
 from hf_decayed.run.monitors import PatchMonitor, RepresentationMonitor
 from hf_decayed.run.optimization import equivalent_groups
 
@@ -145,11 +146,7 @@ def parse_arguments(arguments=None):
 
 def can_lower_decay(options) -> bool:
     """Whether the decay may start at 1 and fall: only in a new network with fixed alphas."""
-    has_fixed_alphas = (
-        options.fields.get("residual_form", "decay") == "decay"
-        and options.fields.get("shortcut_schedule") != "learned"
-    )
-    return has_fixed_alphas and not options.init_from
+    return has_fixed_alphas(options.fields) and not options.init_from
 
 
 def check_combinations(parser: ScriptParser, options) -> None:
@@ -172,8 +169,11 @@ def main():
     model = build_model(options, slow_sdpa=run.device.type == "cpu" and run.accelerator.mixed_precision == "bf16")
     config = model.config
     others = load_compared_models(options.compare, config)
-    if options.decay_warmup:
-        check_decay_warmup(config.to_dict())
+    if options.decay_warmup and not has_fixed_alphas(config.to_dict()):
+        raise UserError(
+            "--decay_warmup needs residual_form 'decay' and a shortcut_schedule that is not learned, got "
+            f"'{config.residual_form}' and '{config.shortcut_schedule}'."
+        )
     processor = default_image_processor(config.image_size, config.num_channels, options.center_crop)
     augmentation = Augmentation.from_processor(
         processor, config.num_channels, math.prod(config.grid_size), **augmentation_arguments(options)

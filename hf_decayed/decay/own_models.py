@@ -40,6 +40,12 @@ OWN_FAMILIES = {
 LARGEST_EPS_SHARE = 1e-3
 
 
+def own_family(module: nn.Module) -> OwnFamily | None:
+    """The family of a block, found by its base classes: FSDP2 makes a block an instance of a subclass."""
+    names = (base.__name__ for base in type(module).__mro__)
+    return next((OWN_FAMILIES[name] for name in names if name in OWN_FAMILIES), None)
+
+
 @dataclass
 class OwnStack(Stack):
     """The decayed blocks of one of our networks, with their alphas."""
@@ -75,16 +81,15 @@ def has_decay_field(module: nn.Module) -> bool:
 def own_stack(model: nn.Module) -> OwnStack | None:
     """The decayed blocks inside a model in the order in which they run, with their alphas; `None` if it has none."""
     named = [
-        (name.rpartition(".")[0], module)
+        (name.rpartition(".")[0], module, family)
         for name, module in model.named_modules()
-        if type(module).__name__ in OWN_FAMILIES and "decoder" not in name
+        if "decoder" not in name and (family := own_family(module))
     ]
     if not named:
         return None
     stack = OwnStack([], [])
     stage, previous_parent = 0, named[0][0]
-    for parent, module in named:
-        family = OWN_FAMILIES[type(module).__name__]
+    for parent, module, family in named:
         # A skip of U-ViT is concatenated: what its projection returns is a new stream.
         if (family.staged and parent != previous_parent) or joins_skip(module):
             stage += 1
@@ -168,11 +173,16 @@ def fold_own_model(model: nn.Module) -> None:
 def check_form(model: nn.Module) -> None:
     fields = config_fields(model)
     form, schedule = fields.get("residual_form", "decay"), fields.get("shortcut_schedule")
-    if form != "decay" or schedule == "learned":
+    if not has_fixed_alphas(fields):
         raise UserError(
             f"{type(model).__name__} with residual_form '{form}' and shortcut_schedule '{schedule}' has no decay that can "
             "be set."
         )
+
+
+def has_fixed_alphas(fields: dict) -> bool:
+    """Whether a network with these config fields has a decay that can be set."""
+    return fields.get("residual_form", "decay") == "decay" and fields.get("shortcut_schedule") != "learned"
 
 
 def config_fields(model) -> dict:
@@ -182,7 +192,9 @@ def config_fields(model) -> dict:
 def set_alphas(model, stack: OwnStack, alphas: list[list[float]], **fields) -> None:
     """Writes alphas into the blocks and what they come from into the config, so that the saved config describes the network."""
     for module, block_alphas in zip(stack.modules, alphas):
-        for name, alpha in zip(OWN_FAMILIES[type(module).__name__].alphas, block_alphas):
+        family = own_family(module)
+        assert family is not None, "blocks of a stack are of a family"
+        for name, alpha in zip(family.alphas, block_alphas):
             if isinstance(getattr(module, name), nn.Parameter):  # a learned alpha
                 delattr(module, name)
                 module.has_learned_alphas = False

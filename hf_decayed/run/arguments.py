@@ -383,6 +383,8 @@ def parse_diffusion_arguments(
         check_fields(options.fields, constructor_fields(model_class))
     except ValueError as error:
         parser.error(f"--set: {error}")
+    if options.decay_warmup and options.fields.get("shortcut_schedule") == "learned":
+        parser.error("--decay_warmup lowers a decay that is set, and shortcut_schedule=learned learns it: drop one")
     return options, parser.run_options(options)
 
 

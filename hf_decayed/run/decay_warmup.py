@@ -2,18 +2,18 @@
 
 import torch
 
-from ..decay.own_models import config_fields, require_own_stack, set_alphas
-from ..errors import UserError
+from ..decay.own_models import check_form, config_fields, require_own_stack, set_alphas
 from ..models.shortcut_decay import layer_shortcut_factors
 
 
-__all__ = ["DecayWarmup", "check_decay_warmup"]
+__all__ = ["DecayWarmup"]
 
 
 class DecayWarmup:
     """Starts all shortcuts at weight 1 and moves them to their final weights; without a fraction it does nothing.
 
-    The config follows, so a network can be saved on the way: every schedule is linear in `shortcut_decay`.
+    The config follows, so a network can be saved on the way, a compiled one after `finish`: every schedule is linear in
+    `shortcut_decay`.
 
     >>> decay_warmup = DecayWarmup([model], fraction=0.5, schedule_steps=run.schedule_steps)
     >>> run.record(decay_warmup.set(run.step))  # at every step
@@ -33,10 +33,11 @@ class DecayWarmup:
     ):
         self.steps = round((fraction or 0) * schedule_steps)
         self.compiled = compiled
+        self.share: float | None = None
         self.networks = []
-        for network in networks if self.steps else []:
+        for network in dict.fromkeys(networks) if self.steps else []:  # without an EMA, twice the same
+            check_form(network)
             fields = config_fields(network)
-            check_decay_warmup(fields)
             schedule = [fields[f"shortcut_{name}"] for name in ("schedule", "granularity", "scope")]
             self.networks.append((network, require_own_stack(network), fields["shortcut_decay"], schedule))
 
@@ -44,7 +45,13 @@ class DecayWarmup:
         """Sets the shortcuts for a step, counted from 0; returns the share of the decay, for the metrics."""
         if not self.steps:
             return {}
-        share = min(1.0, step / max(1, self.steps - 1))
+        share = min(1.0, step / (self.steps - 1)) if self.steps > 1 else 1.0
+        if share != self.share:
+            self.move(share)
+        return {"decay_share": share}
+
+    def move(self, share: float) -> None:
+        self.share = share
         for network, stack, final_decay, schedule in self.networks:
             decay = final_decay if share == 1.0 else 1.0 - share * (1.0 - final_decay)
             alphas = layer_shortcut_factors(len(stack.modules), decay, *schedule)
@@ -54,24 +61,13 @@ class DecayWarmup:
                 if layer.has_learned_alphas:
                     layer.attention_alpha = alpha_tensor(layer.attention_alpha, layer)
                     layer.mlp_alpha = alpha_tensor(layer.mlp_alpha, layer)
-        return {"decay_share": share}
 
     def finish(self, step: int) -> None:
         """Leaves plain numbers, those of the last of `step` steps, also in a run that was resumed at its end."""
-        self.compiled = False
+        self.compiled, self.share = False, None
         self.set(step - 1)
 
 
 def alpha_tensor(alpha: float, layer: torch.nn.Module) -> torch.Tensor:
     weight = next(layer.parameters())
     return torch.full((1,), alpha, dtype=weight.dtype, device=weight.device)
-
-
-def check_decay_warmup(fields: dict) -> None:
-    """Raises `UserError` if a network with these config fields has no decay that could be lowered."""
-    form, schedule = fields.get("residual_form", "decay"), fields["shortcut_schedule"]
-    if form != "decay" or schedule == "learned":
-        raise UserError(
-            "--decay_warmup needs residual_form 'decay' and a shortcut_schedule that is not learned, got "
-            f"'{form}' and '{schedule}'."
-        )
