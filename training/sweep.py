@@ -60,6 +60,10 @@ def parse_arguments(arguments=None) -> tuple[argparse.Namespace, dict]:
     parser.add_argument("--only", default="", help="regular expression: train only runs whose name matches")
     parser.add_argument("--accelerate_config", help="launch training with this accelerate config file")
     parser.add_argument("--cpu_threads", type=positive_int, help="per process; 1 lets two sweeps share two cores")
+    parser.add_argument(
+        "--mixed_precision",
+        help="of the training, instead of the grid's: `no` where the hardware has no bfloat16; the records say which it was",
+    )
     parser.add_argument("--report", action="store_true", help="write tables and plots; train nothing")
     parser.add_argument("--tsne", nargs=2, metavar="RUN", help="runs of the t-SNE plot; by default the first and last")
     options = parser.parse_args(arguments)
@@ -152,7 +156,7 @@ def train_and_evaluate(run: dict, folder: Path, evaluation: dict, options: argpa
     names = ("dataset_name", "dataset_path", "label_column_name", "cpu_threads")
     shared_flags = format_flags({name: getattr(options, name) for name in names if getattr(options, name)})
     if not (folder / "results.json").exists():
-        train(run, folder, shared_flags, options.accelerate_config)
+        train(run, folder, shared_flags, options.accelerate_config, options.mixed_precision)
     results = json.loads((folder / "results.json").read_text())
     curve = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     record = {"results": results, "curve": curve}
@@ -180,13 +184,17 @@ def train_and_evaluate(run: dict, folder: Path, evaluation: dict, options: argpa
     }
 
 
-def train(run: dict, folder: Path, shared_flags: list[str], accelerate_config: str | None) -> None:
+def train(
+    run: dict, folder: Path, shared_flags: list[str], accelerate_config: str | None, mixed_precision: str | None
+) -> None:
     """Trains from the latest checkpoint; a signal that stops the training stops the sweep too."""
     launcher = [sys.executable]
     if accelerate_config:
         launcher = ["accelerate", "launch", "--config_file", accelerate_config]
     script = SCRIPTS / f"{run['script']}.py"
     flags = as_flags(run) + ["--seed", str(run["seed"]), "--resume_from_checkpoint", "latest"]
+    if mixed_precision:  # the last one counts
+        flags += ["--mixed_precision", mixed_precision]
     run_process([*launcher, str(script), *flags, *shared_flags, "--output_dir", str(folder)], script.name)
     if not (folder / "results.json").exists():
         print("stopped; run the same command to continue", flush=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 
 Groups = dict[str, list[dict]]  # records by the name of the run, one for each seed
+PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # by accelerate's names
 MAX_RUNS_ACROSS = 4  # a table of as few runs has a column for each, and can be read from top to bottom
 # Metrics of the mean of the tokens that a grid may ask for, with the titles of their columns.
 EXTRA_METRICS = {"knn_whitened_accuracy": "kNN, whitened (%)", "invariance_accuracy": "invariance (%)"}
@@ -128,8 +129,19 @@ def feature_table(groups: Groups) -> str:
             if extra_metrics
             else ""
         )
+        + f" {training_precision(groups)}"
     )
     return "\n".join(lines) + "\n"
+
+
+def training_precision(groups: Groups) -> str:
+    """In which precision the runs were trained: that of most, and those that differ."""
+    runs = defaultdict(list)
+    for name, records in groups.items():
+        for record in records:
+            runs[PRECISIONS[record["results"]["precision"]]].append(f"{name} (seed {record['seed']})")
+    first, *others = sorted(runs, key=lambda precision: -len(runs[precision]))
+    return f"Trained in {first}" + "".join(f"; in {other}: {', '.join(runs[other])}" for other in others) + "."
 
 
 def feature_cells(name: str, records: list[dict], has_patches: bool, extra_metrics: list[str]) -> list[str]:
