@@ -149,6 +149,11 @@ def test_every_grid_describes_models(grid):
                 options, _ = uvit.parse_arguments(sweep.as_flags(run))
                 DecayedUViT2DModel.from_size(options.size, **{**options.fields, "sample_size": options.image_size})
                 continue
+            if run["script"] == "sit":
+                options, _ = sit.parse_arguments(sweep.as_flags(run))
+                size = f"{options.size}/{options.patch_size}"
+                DecayedSiTTransformer2DModel.from_size(size, **{**options.fields, "sample_size": options.image_size})
+                continue
             if run["script"] == "nested":
                 options, _ = nested.parse_arguments(sweep.as_flags(run))
                 assert options.encoder == "random_projection" or (ROOT / options.encoder / "config.json").exists()
