@@ -77,6 +77,16 @@ def test_sweep_report_draws_patches_of_every_run(tmp_path, capsys):
     assert "patches.png" not in capsys.readouterr().out
     assert Image.open(tmp_path / "report" / "patches.png").size[0] > 1000
 
+    # Folders of another seed do as well, but all of the same one.
+    others = [{**record, "seed": 1, "folder": f"{record['folder']}-other"} for record in records]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records + others))
+    shutil.move(tmp_path / records[1]["folder"], tmp_path / others[1]["folder"])
+    sweep.main(flags)
+    assert "patches.png not drawn: No seed has the folders of all runs" in capsys.readouterr().out
+    shutil.copytree(tmp_path / records[0]["folder"], tmp_path / others[0]["folder"])
+    sweep.main(flags)
+    assert "patches.png" not in capsys.readouterr().out
+
 
 def test_sweep_report_of_several_kinds(tmp_path):
     """What is shown follows from the records, not from the name of a script."""

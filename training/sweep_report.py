@@ -298,17 +298,29 @@ def save_tsne(path: Path, records: list[dict], output_dir: Path) -> None:
 
 
 def save_patches(path: Path, groups: Groups, output_dir: Path, data: dict[str, str]) -> None:
-    """Held-out images, and for the first seed of every run the features of their patches as colours."""
-    models = {}
-    for name, (record, *_) in groups.items():
-        folder = output_dir / record["folder"]
-        if not (folder / "config.json").exists():
-            raise UserError(f"The folder of the run '{record['name']}' is not in {output_dir}.")
-        models[name] = DecayedViTMAEForPreTraining.from_pretrained(folder).eval()
-    processor = AutoImageProcessor.from_pretrained(folder)
+    """Held-out images, and the features of their patches as colours: of every run, with the first seed whose folders are all there."""
+    folders = {name: output_dir / record["folder"] for name, record in records_with_folders(groups, output_dir).items()}
+    processor = AutoImageProcessor.from_pretrained(list(folders.values())[-1])
     monitor = PatchMonitor(Accelerator(), load_image_splits(**data), processor, TSNE_IMAGES)
-    monitor.models = models
+    monitor.models = {
+        name: DecayedViTMAEForPreTraining.from_pretrained(folder).eval() for name, folder in folders.items()
+    }
     monitor.picture(path)
+
+
+def records_with_folders(groups: Groups, output_dir: Path) -> dict[str, dict]:
+    """One record of every run, all of the same seed, whose models are in the folder of the sweep."""
+    present = {
+        name: {record["seed"]: record for record in records if (output_dir / record["folder"] / "config.json").exists()}
+        for name, records in groups.items()
+    }
+    for name, records in present.items():
+        if not records:
+            raise UserError(f"The folder of the run '{name}' is not in {output_dir}.")
+    seeds = set.intersection(*(set(records) for records in present.values()))
+    if not seeds:
+        raise UserError(f"No seed has the folders of all runs in {output_dir}.")
+    return {name: records[min(seeds)] for name, records in present.items()}
 
 
 def held_out_features(record: dict, output_dir: Path) -> tuple[np.ndarray, np.ndarray]:
