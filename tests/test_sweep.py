@@ -13,7 +13,7 @@ import yaml
 from conftest import ROOT
 from PIL import Image
 from sweep_report import write_report
-from sweep_tables import format_tables
+from sweep_tables import effect_table, format_tables
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
 from hf_decayed.models.image_processing_decayed import default_image_processor
@@ -135,6 +135,34 @@ def test_sweep_report_refuses_unknown_runs(tmp_path):
         sweep.main(["bundled_decay", "--report", "--output_dir", str(tmp_path), "--tsne", "plain preset", "unknown"])
 
 
+def record_of(run: str, seed: int, knn: float, miou: float) -> dict:
+    features = {"knn_accuracy": knn, "knn_whitened_accuracy": 0.4, "linear_accuracy": 0.5, "effective_rank": 2.0}
+    results = {"cluster_miou": miou, "position_accuracy": 0.3}
+    return {"name": run, "seed": seed, "results": results, "evaluation": {"last.cls": features, "last.mean": features}}
+
+
+def test_effects_are_counted_seed_by_seed():
+    """Seeds that only one of the two runs has are left out; equal values are no effect."""
+    records = [
+        record_of("decayed", 0, 0.46, 0.15),
+        record_of("decayed", 1, 0.43, 0.2),
+        record_of("undecayed", 1, 0.40, 0.1),
+        record_of("undecayed", 0, 0.40, 0.11),
+        record_of("undecayed", 2, 0.40, 0.1),
+    ]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in effect_table(records, "decayed", "undecayed").splitlines()
+    ]
+    assert rows[0] == ["decayed, against undecayed", "seed 0", "seed 1", "mean", "expected", "holds"]
+    cells = {row[0]: row[1:] for row in rows[2:]}
+    assert cells["kNN, class token (points)"] == ["+6.0", "+3.0", "+4.5", "at least +5", "1 of 2"]
+    assert cells["kNN, whitened (points)"] == ["+0.0", "+0.0", "+0.0", "above 0", "0 of 2"]
+    assert cells["segmentation (times)"] == ["1.36", "2.00", "1.68", "at least 1.5", "1 of 2"]
+    assert cells["rank, mean (times)"] == ["1.00", "1.00", "1.00", "below 1", "0 of 2"]
+    assert effect_table(records, "decayed", "plain") == ""
+
+
 @pytest.mark.parametrize("grid", ["bundled_decay", "cifar100_patch8", "cifar100_uvit", "resnet_rank"])
 def test_sweep_keys_and_folders_stay(grid):
     """A sweep that an earlier version started is continued: runs are recognised by the hash of their settings."""
@@ -164,6 +192,7 @@ def test_sweep_settings_become_flags_or_config_fields():
     [
         ({"axes": {"shortcut_decay": [1.0]}, "seed": [0]}, [], "has unknown keys: seed"),
         ({"flags": {"batch_size": 4}}, [], "needs `runs`, `axes`, or both"),
+        ({"runs": {"a": {}}, "effects": [["a", "b"]]}, [], "compare unknown runs: b"),
         ("axes: [", [], "is not YAML"),
         ({"axes": {"shortcut_decay": [1.0]}}, ["--only", "("], "--only is not a regular expression"),
         ({"axes": {"shortcut_decay": [1.0]}}, ["--cpu_threads", "0"], "--cpu_threads: must be at least 1"),

@@ -8,7 +8,8 @@
 
 GRID is a file in `training/recipes/sweeps`, or a path to one. It names a training script (`script`, by default `mae`; a run may
 name another), its flags and config fields for all runs (`flags`), for single runs (`runs`) and in all combinations (`axes`),
-`seeds`, and flags of `hf-decayed evaluate` (`evaluation`; for pipelines, one set for `samples` and one for `blocks`).
+`seeds`, and flags of `hf-decayed evaluate` (`evaluation`; for pipelines, one set for `samples` and one for `blocks`). The report
+compares losses with those of the run `reference`, and, seed by seed, the features of one run with those of another (`effects`).
 
 A run is one process of the training script, followed by the evaluation of the model that it saved: the features of an
 encoder at all layers, or the samples and blocks of a pipeline. Classifiers are evaluated by their training script. The
@@ -43,7 +44,7 @@ from hf_decayed.run.arguments import list_recipes
 
 SCRIPTS = Path(__file__).parent
 GRIDS = SCRIPTS / "recipes" / "sweeps"
-GRID_KEYS = {"script", "recipe", "flags", "runs", "axes", "seeds", "evaluation", "reference"}
+GRID_KEYS = {"script", "recipe", "flags", "runs", "axes", "seeds", "evaluation", "reference", "effects"}
 CURVE_METRICS = {"step", "loss", "encoder_norm", "knn_accuracy", "effective_rank"}  # that records of encoders keep
 
 
@@ -93,6 +94,8 @@ def read_grid(name: str, parser: argparse.ArgumentParser) -> dict:
         parser.error(f"the grid '{name}' needs `runs`, `axes`, or both")
     if unknown := grid.keys() - GRID_KEYS:
         parser.error(f"the grid '{name}' has unknown keys: {', '.join(sorted(unknown))}")
+    if unknown := {run for pair in grid.get("effects", []) for run in pair} - {*grid.get("runs", {})}:
+        parser.error(f"the `effects` of the grid '{name}' compare unknown runs: {', '.join(sorted(unknown))}")
     return grid
 
 
@@ -124,7 +127,9 @@ def main(arguments=None) -> None:
                 continue
     order = {run["name"]: index for index, run in enumerate(runs)}  # of the grid, whichever run finished first
     records = sorted(read_records(records_file), key=lambda record: order.get(record["name"], len(order)))
-    print(write_report(records, options.output_dir, options.tsne, grid.get("reference"), source))
+    print(
+        write_report(records, options.output_dir, options.tsne, grid.get("reference"), source, grid.get("effects", []))
+    )
 
 
 def expand(grid: dict, data: dict) -> list[dict]:

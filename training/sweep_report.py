@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw
 from sweep_tables import (
     Groups,
     classifiers,
+    effect_table,
     encoders,
     format_tables,
     group_by_name,
@@ -46,6 +47,7 @@ def write_report(
     tsne_runs: list[str] | None = None,
     reference: str | None = None,
     data: dict[str, str] | None = None,
+    effects: Sequence[Sequence[str]] = (),
 ) -> str:
     """Writes `tables.md` and plots to `<output_dir>/report`; returns the tables, and which plots are missing and why.
 
@@ -54,6 +56,7 @@ def write_report(
         tsne_runs (`list[str]`, *optional*): Names of the runs of the t-SNE plot, by default the first and the last.
         reference (`str`, *optional*): Name of the run that losses are compared with, on a logarithmic axis.
         data (`dict`, *optional*): Arguments of `load_image_splits`, for the picture of patches.
+        effects (`Sequence[Sequence[str]]`, *optional*): Pairs of runs whose features are compared seed by seed: a run and its baseline.
     """
     if not records:
         raise UserError(f"There is nothing to report in {output_dir} yet.")
@@ -62,7 +65,9 @@ def write_report(
         raise UserError(f"There is no run {', '.join(unknown)}; there are {', '.join(names)}.")
     folder = output_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
-    tables = format_tables(records)
+    tables = "\n".join(
+        [format_tables(records), *(table + "\n" for pair in effects if (table := effect_table(records, *pair)))]
+    )
     (folder / "tables.md").write_text(tables)
     missing = defaultdict(list)
     for name, save in list_plots(records, output_dir, tsne_runs, reference, data).items():
@@ -299,7 +304,9 @@ def save_tsne(path: Path, records: list[dict], output_dir: Path) -> None:
 
 def save_patches(path: Path, groups: Groups, output_dir: Path, data: dict[str, str]) -> None:
     """Held-out images, and the features of their patches as colours: of every run, with the first seed whose folders are all there."""
-    folders = {name: output_dir / record["folder"] for name, record in records_with_folders(groups, output_dir).items()}
+    folders = {
+        name: output_dir / record["folder"] for name, record in records_with_folders(groups, output_dir).items()
+    }
     processor = AutoImageProcessor.from_pretrained(list(folders.values())[-1])
     monitor = PatchMonitor(Accelerator(), load_image_splits(**data), processor, TSNE_IMAGES)
     monitor.models = {
@@ -311,7 +318,9 @@ def save_patches(path: Path, groups: Groups, output_dir: Path, data: dict[str, s
 def records_with_folders(groups: Groups, output_dir: Path) -> dict[str, dict]:
     """One record of every run, all of the same seed, whose models are in the folder of the sweep."""
     present = {
-        name: {record["seed"]: record for record in records if (output_dir / record["folder"] / "config.json").exists()}
+        name: {
+            record["seed"]: record for record in records if (output_dir / record["folder"] / "config.json").exists()
+        }
         for name, records in groups.items()
     }
     for name, records in present.items():

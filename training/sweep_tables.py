@@ -14,6 +14,18 @@ PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # by acce
 MAX_RUNS_ACROSS = 4  # a table of as few runs has a column for each, and can be read from top to bottom
 # Metrics of the mean of the tokens that a grid may ask for, with the titles of their columns.
 EXTRA_METRICS = {"knn_whitened_accuracy": "kNN, whitened (%)", "invariance_accuracy": "invariance (%)"}
+# What the paper's claim means at small scale: title, feature (of the evaluation) or `results`, metric, unit of the change, and the
+# least change upwards, or the most downwards, that counts.
+CLAIMS = [
+    ("kNN, class token", "last.cls", "knn_accuracy", "points", "at least +5", lambda change: change >= 5),
+    ("kNN, mean", "last.mean", "knn_accuracy", "points", "above 0", lambda change: change > 0),
+    ("kNN, whitened", "last.mean", "knn_whitened_accuracy", "points", "above 0", lambda change: change > 0),
+    ("linear, class token", "last.cls", "linear_accuracy", "points", "above 0", lambda change: change > 0),
+    ("linear, mean", "last.mean", "linear_accuracy", "points", "above 0", lambda change: change > 0),
+    ("segmentation", "results", "cluster_miou", "times", "at least 1.5", lambda change: change >= 1.5),
+    ("rank, mean", "last.mean", "effective_rank", "times", "below 1", lambda change: change < 1),
+    ("position", "results", "position_accuracy", "points", "below 0", lambda change: change < 0),
+]
 
 
 def format_tables(records: list[dict]) -> str:
@@ -39,6 +51,36 @@ def seed_table(records: list[dict]) -> str:
     return "\n".join(
         markdown_table(["loss: kNN, mean and class token (%)", *(f"seed {seed}" for seed in seeds)], rows)
     )
+
+
+def effect_table(records: list[dict], name: str, baseline: str) -> str:
+    """Markdown table of what changes from the run `baseline` to the run `name`, seed by seed, and in how many seeds a claim holds.
+
+    Empty as long as the two have no seed in common.
+    """
+    groups = group_by_name(records)
+    own, others = ({record["seed"]: record for record in groups.get(run, [])} for run in (name, baseline))
+    seeds = sorted(own.keys() & others.keys())
+    if not seeds:
+        return ""
+    rows = []
+    for title, place, metric, unit, expected, holds in CLAIMS:
+        pairs = [(claim_value(own[seed], place, metric), claim_value(others[seed], place, metric)) for seed in seeds]
+        if unit == "points":
+            changes = [100 * (value - other) for value, other in pairs]
+            cells = [f"{change:+.1f}" for change in (*changes, np.mean(changes))]
+        else:
+            changes = [value / other for value, other in pairs]
+            cells = [f"{change:.2f}" for change in (*changes, np.mean(changes))]
+        # Rounded as shown, so that a reader of the table counts the same.
+        number = sum(bool(holds(float(cell))) for cell in cells[:-1])
+        rows.append([f"{title} ({unit})", *cells, expected, f"{number} of {len(seeds)}"])
+    columns = [f"{name}, against {baseline}", *(f"seed {seed}" for seed in seeds), "mean", "expected", "holds"]
+    return "\n".join(markdown_table(columns, rows))
+
+
+def claim_value(record: dict, place: str, metric: str) -> float:
+    return (record["results"] if place == "results" else record["evaluation"][place])[metric]
 
 
 def encoders(records: list[dict]) -> list[dict]:
