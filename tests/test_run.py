@@ -370,6 +370,7 @@ def test_a_recipe_compares_with_shipped_checkpoints_of_its_images(tmp_path, monk
     assert mae.parse_arguments(["--compare", "a", "b"])[0].compare == ["a", "b"]
     assert mae.parse_arguments(["--init_from", "model"])[0].decay_warmup is None  # it is for a new network
     assert mae.parse_arguments(["--init_from", "model", "--decay_warmup", "0.5"])[0].decay_warmup == 0.5
+    assert mae.parse_arguments(["--compile", "true"])[0].decay_warmup == 0.5  # of the recipe; compiled too
     monkeypatch.setattr(mae, "SHIPPED", tmp_path)  # as in a wheel, which has no checkpoints
     assert mae.parse_arguments([])[0].compare == []
 

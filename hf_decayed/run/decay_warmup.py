@@ -20,7 +20,8 @@ class DecayWarmup:
 
     Args:
         networks (`list[torch.nn.Module]`):
-            Networks of this package, as they are before anything wraps them; of a masked autoencoder, the encoder.
+            Diffusion models and encoders of masked autoencoders, as they are before anything wraps them. Those without decay
+            stay as they are.
         fraction (`float`, *optional*): Fraction of the steps over which the shortcuts move.
         schedule_steps (`int`): Steps of the whole run.
         compiled (`bool`, defaults to `False`):
@@ -39,7 +40,10 @@ class DecayWarmup:
             check_form(network)
             fields = config_fields(network)
             schedule = [fields[f"shortcut_{name}"] for name in ("schedule", "granularity", "scope")]
-            self.networks.append((network, require_own_stack(network), fields["shortcut_decay"], schedule))
+            if fields["shortcut_decay"] != 1.0:
+                self.networks.append((network, require_own_stack(network), fields["shortcut_decay"], schedule))
+        if not self.networks:
+            self.steps = 0
 
     def set(self, step: int) -> dict[str, float]:
         """Sets the shortcuts for a step, counted from 0; returns the share of the decay, for the metrics."""
