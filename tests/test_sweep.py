@@ -154,13 +154,16 @@ def test_effects_are_counted_seed_by_seed():
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in effect_table(records, "decayed", "undecayed").splitlines()
     ]
-    assert rows[0] == ["decayed, against undecayed", "seed 0", "seed 1", "mean", "expected", "holds"]
+    assert rows[0] == ["decayed, against undecayed", "seed 0", "seed 1", "mean", "goal", "met"]
     cells = {row[0]: row[1:] for row in rows[2:]}
-    assert cells["kNN, class token (points)"] == ["+6.0", "+3.0", "+4.5", "at least +5", "1 of 2"]
+    assert cells["kNN, class token (points)"] == ["+6.0", "+3.0", "+4.5", "+5 or more", "1 of 2"]
     assert cells["kNN, whitened (points)"] == ["+0.0", "+0.0", "+0.0", "above 0", "0 of 2"]
-    assert cells["segmentation (times)"] == ["1.36", "2.00", "1.68", "at least 1.5", "1 of 2"]
+    assert cells["segmentation (times)"] == ["1.36", "2.00", "1.68", "1.5 or more", "1 of 2"]
     assert cells["rank, mean (times)"] == ["1.00", "1.00", "1.00", "below 1", "0 of 2"]
     assert effect_table(records, "decayed", "plain") == ""
+    del records[0]["results"]["cluster_miou"]  # data without masks
+    assert "segmentation" not in effect_table(records, "decayed", "undecayed")
+    assert effect_table(sweep.read_records(RECORDS["cifar100_uvit"]), "0.7", "1.0") == ""  # has no such features
 
 
 @pytest.mark.parametrize("grid", ["bundled_decay", "cifar100_patch8", "cifar100_uvit", "resnet_rank"])
@@ -192,7 +195,12 @@ def test_sweep_settings_become_flags_or_config_fields():
     [
         ({"axes": {"shortcut_decay": [1.0]}, "seed": [0]}, [], "has unknown keys: seed"),
         ({"flags": {"batch_size": 4}}, [], "needs `runs`, `axes`, or both"),
-        ({"runs": {"a": {}}, "effects": [["a", "b"]]}, [], "compare unknown runs: b"),
+        (
+            {"runs": {"a": {}}, "effects": [["a", "b"]]},
+            [],
+            "must be pairs of its runs, each a run and its baseline, got ['a', 'b']",
+        ),
+        ({"runs": {"a": {}, "b": {}}, "effects": ["a", "b"]}, [], "must be pairs of its runs"),
         ("axes: [", [], "is not YAML"),
         ({"axes": {"shortcut_decay": [1.0]}}, ["--only", "("], "--only is not a regular expression"),
         ({"axes": {"shortcut_decay": [1.0]}}, ["--cpu_threads", "0"], "--cpu_threads: must be at least 1"),

@@ -94,8 +94,12 @@ def read_grid(name: str, parser: argparse.ArgumentParser) -> dict:
         parser.error(f"the grid '{name}' needs `runs`, `axes`, or both")
     if unknown := grid.keys() - GRID_KEYS:
         parser.error(f"the grid '{name}' has unknown keys: {', '.join(sorted(unknown))}")
-    if unknown := {run for pair in grid.get("effects", []) for run in pair} - {*grid.get("runs", {})}:
-        parser.error(f"the `effects` of the grid '{name}' compare unknown runs: {', '.join(sorted(unknown))}")
+    names = {run["name"] for run in expand(grid, {})}
+    for pair in grid.get("effects", []):
+        if not (isinstance(pair, list) and len(pair) == 2 and names.issuperset(pair)):
+            parser.error(
+                f"`effects` of the grid '{name}' must be pairs of its runs, each a run and its baseline, got {pair}"
+            )
     return grid
 
 
