@@ -20,7 +20,7 @@ import uvit
 from conftest import TINY_SIZES
 from diffusers import DPMSolverMultistepScheduler
 from PIL import Image
-from sweep_tables import format_tables, seed_table
+from sweep_tables import effect_table, format_tables, seed_table
 from test_conversion import sit_weights, timm_weights, uvit_weights
 from timing import render
 from transformers import AutoModel, ViTMAEConfig, ViTMAEForPreTraining
@@ -273,7 +273,7 @@ def test_benchmark_table_is_the_one_in_the_results(name):
 @pytest.mark.parametrize(
     "page, grid",
     [
-        *(("small_scale", f"coloured{grid}") for grid in ("", "_map", "_rates", "_long")),
+        *(("small_scale", f"coloured{grid}") for grid in ("", "_long", "_map")),
         *(("small_scale", grid) for grid in ("textured", "bundled_decay", "resnet_rank")),
         ("speed", "coloured_decode_ratio"),
         *(("small_scale_cifar100", f"cifar100_{grid}") for grid in ("small_scale", "patch8", "levers", "long")),
@@ -285,6 +285,14 @@ def test_small_scale_table_is_the_one_in_the_results(page, grid):
     assert shown == format_tables(sweep.read_records(folder / f"{grid}.jsonl")).rstrip()
     for picture in re.findall(r"\.\./(model_cards/\S+\.png)", page):
         assert (ROOT / picture).stat().st_size > 5000
+
+
+def test_tables_of_effects_are_those_of_the_results():
+    page, folder = (ROOT / "docs/small_scale.md").read_text(), ROOT / "model_cards/results/small_scale"
+    shown = re.findall(r"<!-- effects (\w+) / ([^\n]+?) -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    assert {grid for grid, _, _ in shown} == {"coloured", "coloured_long"}
+    for grid, baseline, table in shown:
+        assert table == effect_table(sweep.read_records(folder / f"{grid}.jsonl"), "default 0.8, lowered", baseline)
 
 
 def test_table_of_starts_is_the_one_in_the_results():
