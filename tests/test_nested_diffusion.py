@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import nested
 import nested_report
@@ -1056,18 +1057,21 @@ def test_the_report_trains_what_is_missing_of_a_grid(tmp_path, monkeypatch):
     assert options.dataset_name == "bundled:coloured" and options.output.as_posix() == "outputs/nested_encoders.json"
     started = []
 
-    def train(run, folder, flags, accelerate_config):
-        started.append((run["name"], run["seed"], *flags))
-        folder.mkdir(parents=True)
-        (folder / "results.json").write_text("{}")
+    def run_process(command, name):
+        """In place of the process of a training script."""
+        values = {flag: command[command.index(flag) + 1] for flag in ("--seed", "--output_dir")}
+        started.append((name, Path(values["--output_dir"]).name.split("-seed")[0], values["--seed"]))
+        assert ("--cpu_threads" in command) == (len(started) <= 2)
+        Path(values["--output_dir"]).mkdir(parents=True)
+        (Path(values["--output_dir"]) / "results.json").write_text("{}")
 
-    monkeypatch.setattr(nested_report, "train", train)
+    monkeypatch.setattr(sweep, "run_process", run_process)
     nested_report.train_grid(options)
-    assert started == [("decayed", 0, "--cpu_threads", "1"), ("decayed", 1, "--cpu_threads", "1")]
+    assert started == [("nested.py", "decayed", "0"), ("nested.py", "decayed", "1")]
     assert len(options.chains) == 2 and options.single == []
     options = nested_report.parse_arguments(["--grid", "nested_encoders", "--only", "^plain"])
     nested_report.train_grid(options)
-    assert [name for name, *_ in started] == ["decayed"] * 2 + ["plain"] * 2 and len(options.chains) == 4
+    assert [name for _, name, _ in started] == ["decayed"] * 2 + ["plain"] * 2 and len(options.chains) == 4
     options = nested_report.parse_arguments(["--grid", "nested", "--only", "^one"])
     nested_report.train_grid(options)
     assert options.chains == [] and len(options.single) == 2

@@ -105,7 +105,7 @@ def train_grid(options: argparse.Namespace) -> None:
             if not re.search(options.only, run["name"]):
                 continue
             print(f"run {number} of {len(options.runs)}: {run['name']}, seed {run['seed']}", flush=True)
-            train(run, folder, flags, None)
+            train(run, folder, flags)
         (options.chains if run["script"] == "nested" else options.single).append(str(folder))
 
 

@@ -194,7 +194,11 @@ def train_and_evaluate(run: dict, folder: Path, evaluation: dict, options: argpa
 
 
 def train(
-    run: dict, folder: Path, shared_flags: list[str], accelerate_config: str | None, mixed_precision: str | None
+    run: dict,
+    folder: Path,
+    shared_flags: list[str],
+    accelerate_config: str | None = None,
+    mixed_precision: str | None = None,
 ) -> None:
     """Trains from the latest checkpoint; a signal that stops the training stops the sweep too."""
     launcher = [sys.executable]
