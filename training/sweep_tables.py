@@ -15,7 +15,7 @@ MAX_RUNS_ACROSS = 4  # a table of as few runs has a column for each, and can be 
 # Metrics of the mean of the tokens that a grid may ask for, with the titles of their columns.
 EXTRA_METRICS = {"knn_whitened_accuracy": "kNN, whitened (%)", "invariance_accuracy": "invariance (%)"}
 # Changes that the decay should make at small scale: title, feature (of the evaluation) or `results`, metric, unit of the change, the
-# goal in words, and the goal. Five points and half as much again are goals of ours, set before the first run that they judge.
+# goal in words, and the goal. The sizes, 5 points and 1.5 times, are ours (docs/small_scale.md).
 GOALS = [
     ("kNN, class token", "last.cls", "knn_accuracy", "points", "+5 or more", lambda change: change >= 5),
     ("kNN, mean", "last.mean", "knn_accuracy", "points", "above 0", lambda change: change > 0),
