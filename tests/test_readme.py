@@ -274,7 +274,7 @@ def test_benchmark_table_is_the_one_in_the_results(name):
     "page, grid",
     [
         *(("small_scale", f"coloured{grid}") for grid in ("", "_long", "_map", "_tuning")),
-        *(("small_scale", grid) for grid in ("textured", "bundled_decay", "resnet_rank")),
+        *(("small_scale", grid) for grid in ("textured", "grey", "bundled_decay", "resnet_rank")),
         ("speed", "coloured_decode_ratio"),
         *(("small_scale_cifar100", f"cifar100_{grid}") for grid in ("small_scale", "patch8", "levers", "long")),
     ],
