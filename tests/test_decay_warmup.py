@@ -38,6 +38,16 @@ def test_shortcuts_on_their_way_down(decay, tmp_path):
     assert encoder.shortcut_alphas() == alphas
 
 
+def test_a_network_without_decay_stays_as_it_is():
+    """Also a compiled one: numbers, not tensors that never move."""
+    network = DecayedUViT2DModel(**SIZES, shortcut_decay=1.0)
+    warmup = DecayWarmup([network], fraction=0.5, schedule_steps=10, compiled=True)
+    assert warmup.set(0) == {}
+    layers = own_stack(network).modules
+    assert not any(layer.has_learned_alphas for layer in layers) and all(layer.mlp_alpha == 1.0 for layer in layers)
+    assert all(isinstance(layer.attention_alpha, float) for layer in layers)
+
+
 def test_learned_shortcuts_are_refused_before_images_are_read(capsys):
     with pytest.raises(SystemExit):
         uvit.parse_arguments(["--decay_warmup", "0.5", "--set", "shortcut_schedule=learned"])

@@ -179,9 +179,8 @@ def training_precision(groups: Groups) -> str:
     runs = defaultdict(list)
     for name, records in groups.items():
         for record in records:
-            runs[PRECISIONS.get(record["results"]["precision"], record["results"]["precision"])].append(
-                f"{name} (seed {record['seed']})"
-            )
+            precision = record["results"]["precision"]
+            runs[PRECISIONS.get(precision, precision)].append(f"{name} (seed {record['seed']})")
     first, *others = sorted(runs, key=lambda precision: -len(runs[precision]))
     return f"Trained in {first}" + "".join(f"; in {other}: {', '.join(runs[other])}" for other in others) + "."
 
