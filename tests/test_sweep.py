@@ -163,7 +163,21 @@ def test_effects_are_counted_seed_by_seed():
     assert effect_table(records, "decayed", "plain") == ""
     del records[0]["results"]["cluster_miou"]  # data without masks
     assert "segmentation" not in effect_table(records, "decayed", "undecayed")
-    assert effect_table(sweep.read_records(RECORDS["cifar100_uvit"]), "0.7", "1.0") == ""  # has no such features
+    classifiers = sweep.read_records(RECORDS["resnet_rank"])  # have no such metrics
+    assert effect_table(classifiers, classifiers[1]["name"], classifiers[0]["name"]) == ""
+
+
+def test_effects_on_samples_and_blocks():
+    """Two seeds of the same records: the table has their ranges, and the changes of samples and best cells."""
+    records = sweep.read_records(RECORDS["cifar100_uvit"])
+    records += [{**record, "seed": 1} for record in records]
+    rows = [line.strip("| ").split(" | ") for line in effect_table(records, "0.7", "1.0").splitlines()[2:]]
+    assert rows == [
+        ["Frechet distance (times)", "1.70", "1.70", "1.70", "below 1", "0 of 2"],
+        ["linear, best cell (points)", "-2.8", "-2.8", "-2.8", "above 0", "0 of 2"],
+        ["kNN, best cell (points)", "-3.0", "-3.0", "-3.0", "above 0", "0 of 2"],
+    ]
+    assert "| 1.0 | 2 | 0.176 (0.176-0.176) | 0.268 (0.268 to 0.268) +- 0.014 |" in format_tables(records)
 
 
 @pytest.mark.parametrize("grid", ["bundled_decay", "cifar100_patch8", "cifar100_uvit", "resnet_rank"])

@@ -14,9 +14,9 @@ PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # by acce
 MAX_RUNS_ACROSS = 4  # a table of as few runs has a column for each, and can be read from top to bottom
 # Metrics of the mean of the tokens that a grid may ask for, with the titles of their columns.
 EXTRA_METRICS = {"knn_whitened_accuracy": "kNN, whitened (%)", "invariance_accuracy": "invariance (%)"}
-# Changes that the decay should make at small scale: title, feature (of the evaluation) or `results`, metric, unit of the change, the
-# goal in words, and the goal. The sizes, 5 points and 1.5 times, are ours (docs/small_scale.md).
-GOALS = [
+# Changes that the decay should make at small scale: title, where the metric is (see `measured_value`), metric, unit of the change,
+# the goal in words, and the goal. The sizes, 5 points and 1.5 times, are ours (docs/small_scale.md).
+ENCODER_GOALS = [
     ("kNN, class token", "last.cls", "knn_accuracy", "points", "+5 or more", lambda change: change >= 5),
     ("kNN, mean", "last.mean", "knn_accuracy", "points", "above 0", lambda change: change > 0),
     ("kNN, whitened", "last.mean", "knn_whitened_accuracy", "points", "above 0", lambda change: change > 0),
@@ -25,6 +25,11 @@ GOALS = [
     ("segmentation", "results", "cluster_miou", "times", "1.5 or more", lambda change: change >= 1.5),
     ("rank, mean", "last.mean", "effective_rank", "times", "below 1", lambda change: change < 1),
     ("position", "results", "position_accuracy", "points", "below 0", lambda change: change < 0),
+]
+PIPELINE_GOALS = [
+    ("Frechet distance", "samples", "frechet", "times", "below 1", lambda change: change < 1),
+    ("linear, best cell", "best cell", "linear_accuracy", "points", "above 0", lambda change: change > 0),
+    ("kNN, best cell", "best cell", "knn_accuracy", "points", "above 0", lambda change: change > 0),
 ]
 
 
@@ -58,13 +63,13 @@ def effect_table(records: list[dict], name: str, baseline: str) -> str:
 
     Metrics that were not measured are left out. Empty as long as the two have no seed in common.
     """
-    groups = group_by_name(encoders(records))
+    groups = group_by_name(records)
     own, others = ({record["seed"]: record for record in groups.get(run, [])} for run in (name, baseline))
     seeds = sorted(own.keys() & others.keys())
     if not seeds:
         return ""
     rows = []
-    for title, place, metric, unit, goal, is_met in GOALS:
+    for title, place, metric, unit, goal, is_met in PIPELINE_GOALS if pipelines([own[seeds[0]]]) else ENCODER_GOALS:
         pairs = [[measured_value(records[seed], place, metric) for records in (own, others)] for seed in seeds]
         if any(None in pair for pair in pairs):
             continue
@@ -78,7 +83,17 @@ def effect_table(records: list[dict], name: str, baseline: str) -> str:
 
 
 def measured_value(record: dict, place: str, metric: str) -> float | None:
-    return (record["results"] if place == "results" else record["evaluation"][place]).get(metric)
+    """A metric of a record: of its `results`, of a feature of an encoder, or of a pipeline's `samples` or `best cell`.
+
+    Metrics of samples are named after their features, so that the beginning of the name is enough.
+    """
+    if place == "samples":
+        samples = next(iter(record["samples"]["rows"].values()))
+        return next((value for name, value in samples.items() if name.startswith(metric)), None)
+    if place == "best cell":
+        cell = record["blocks"]["best"].get(metric)
+        return cell and record["blocks"]["rows"][cell][metric]
+    return (record["results"] if place == "results" else record.get("evaluation", {}).get(place, {})).get(metric)
 
 
 def encoders(records: list[dict]) -> list[dict]:
@@ -256,7 +271,7 @@ def accuracy_table(groups: Groups) -> str:
 
 
 def diffusion_table(groups: Groups) -> str:
-    """Metrics of a pipeline's samples, with their spread for one seed, and the best block and noise level."""
+    """Metrics of a pipeline's samples, with their range over seeds and their spread, and the best block and noise level."""
     first = next(iter(groups.values()))[0]
     label, *baselines = first["samples"]["rows"]
     metrics = [name for name in first["samples"]["rows"][label] if not name.endswith("_spread")]
@@ -267,9 +282,9 @@ def diffusion_table(groups: Groups) -> str:
         cells = [name, str(len(records)), mean_and_range([record["results"]["loss"] for record in records])]
         cells += sample_cells([next(iter(record["samples"]["rows"].values())) for record in records], metrics)
         for metric in ("linear_accuracy", "knn_accuracy"):
-            best = [record["blocks"]["best"].get(metric) for record in records]
-            values = [cell and record["blocks"]["rows"][cell][metric] for record, cell in zip(records, best)]
-            cells += [mean_and_range(values, percent=True), ", ".join(dict.fromkeys(filter(None, best)))]
+            values = [measured_value(record, "best cell", metric) for record in records]
+            best = filter(None, (record["blocks"]["best"].get(metric) for record in records))
+            cells += [mean_and_range(values, percent=True), ", ".join(dict.fromkeys(best))]
         rows.append(cells)
     lines = markdown_table(columns, rows)
     for baseline in baselines:
@@ -280,9 +295,13 @@ def diffusion_table(groups: Groups) -> str:
 
 
 def sample_cells(rows: list[dict], metrics: list[str]) -> list[str]:
+    """The mean of each metric over seeds, with the smallest and the largest value, and the mean of its spreads."""
     cells = []
     for metric in metrics:
-        text = f"{np.mean([row[metric] for row in rows]):.3g}"
+        values = [row[metric] for row in rows]
+        text = f"{np.mean(values):.3g}"
+        if len(values) > 1:
+            text += f" ({min(values):.3g} to {max(values):.3g})"  # "to", because a kernel distance may be negative
         if f"{metric}_spread" in rows[0]:
             text += f" +- {np.mean([row[f'{metric}_spread'] for row in rows]):.2g}"
         cells.append(text)
