@@ -44,6 +44,7 @@ from hf_decayed.run.arguments import (
     add_run_arguments,
     add_training_arguments,
     augmentation_arguments,
+    check_decay_warmup,
     decoding_arguments,
     merge_fields,
 )
@@ -154,6 +155,7 @@ def check_combinations(parser: ScriptParser, options) -> None:
         parser.error("--keep_function needs --init_from and --shortcut_decay above 0")
     if options.keep_function and options.decay_warmup:
         parser.error("--keep_function begins with the whole decay, and --decay_warmup without: drop one")
+    check_decay_warmup(parser, options)
 
 
 def main():
@@ -201,7 +203,9 @@ def main():
     optimizer = adamw(model, peak_learning_rate, betas, options.weight_decay, groups)
     average, evaluated = run.average(model)
     encoders = [network.vit for network in (model, evaluated)]
-    decay_warmup = DecayWarmup(encoders, options.decay_warmup, run.schedule_steps, options.compile)
+    decay_warmup = DecayWarmup(
+        encoders, options.decay_warmup, run.schedule_steps, options.compile, options.decay_start
+    )
 
     # Prepare.
     model, optimizer = run.prepare(model=model, optimizer=optimizer)

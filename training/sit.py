@@ -43,7 +43,9 @@ def main():
     images = data.images(run, **flags.diffusion_image_arguments(options))
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
-    decay_warmup = DecayWarmup([model, evaluated], options.decay_warmup, run.schedule_steps, options.compile)
+    decay_warmup = DecayWarmup(
+        [model, evaluated], options.decay_warmup, run.schedule_steps, options.compile, options.decay_start
+    )
 
     # Optimizer.
     optimizer = adamw(model, options.learning_rate, (options.adam_beta1, options.adam_beta2), options.weight_decay)

@@ -320,8 +320,21 @@ def add_decay_warmup_argument(training) -> None:
     training.add_argument(
         "--decay_warmup",
         type=fraction,
-        help="fraction of the steps over which shortcuts fall from 1 to their final weights; by default 0",
+        help="fraction of the steps after which shortcuts, which start at 1, have their final weights; by default 0",
     )
+    training.add_argument(
+        "--decay_start",
+        type=fraction,
+        default=0.0,
+        help="with --decay_warmup: fraction of the steps after which shortcuts begin to fall",
+    )
+
+
+def check_decay_warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.decay_warmup and options.decay_start >= options.decay_warmup:
+        parser.error(
+            f"--decay_start {options.decay_start:g} must be below --decay_warmup {options.decay_warmup:g}: shortcuts fall in between"
+        )
 
 
 def add_diffusion_arguments(parser: ScriptParser, sizes: dict, sampler: str, batch_size: int, ema_decay: float):
@@ -385,6 +398,7 @@ def parse_diffusion_arguments(
         parser.error(f"--set: {error}")
     if options.decay_warmup and options.fields.get("shortcut_schedule") == "learned":
         parser.error("--decay_warmup lowers a decay that is set, and shortcut_schedule=learned learns it: drop one")
+    check_decay_warmup(parser, options)
     return options, parser.run_options(options)
 
 

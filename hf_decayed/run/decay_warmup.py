@@ -10,7 +10,9 @@ __all__ = ["DecayWarmup"]
 
 
 class DecayWarmup:
-    """Starts all shortcuts at weight 1 and moves them to their final weights; without a fraction it does nothing.
+    """Starts all shortcuts at weight 1, keeps them there for a while, and moves them to their final weights.
+
+    Without a fraction it does nothing.
 
     The config follows, so a network can be saved on the way, a compiled one after `finish`: every schedule is linear in
     `shortcut_decay`.
@@ -22,17 +24,24 @@ class DecayWarmup:
         networks (`list[torch.nn.Module]`):
             Diffusion models and encoders of masked autoencoders, as they are before anything wraps them. Those without decay
             stay as they are.
-        fraction (`float`, *optional*): Fraction of the steps over which the shortcuts move.
+        fraction (`float`, *optional*): Fraction of the steps after which the shortcuts have their final weights.
         schedule_steps (`int`): Steps of the whole run.
         compiled (`bool`, defaults to `False`):
             Whether the networks are compiled. Compiled code takes a number for a constant, and would be compiled again
             at every step. Shortcuts that move are therefore tensors, as those of `shortcut_schedule="learned"` are.
+        start (`float`, defaults to 0.0): Fraction of the steps after which the shortcuts begin to move.
     """
 
     def __init__(
-        self, networks: list[torch.nn.Module], fraction: float | None, schedule_steps: int, compiled: bool = False
+        self,
+        networks: list[torch.nn.Module],
+        fraction: float | None,
+        schedule_steps: int,
+        compiled: bool = False,
+        start: float = 0.0,
     ):
         self.steps = round((fraction or 0) * schedule_steps)
+        self.start = round(start * schedule_steps)
         self.compiled = compiled
         self.share: float | None = None
         self.networks = []
@@ -49,7 +58,8 @@ class DecayWarmup:
         """Sets the shortcuts for a step, counted from 0; returns the share of the decay, for the metrics."""
         if not self.steps:
             return {}
-        share = min(1.0, step / (self.steps - 1)) if self.steps > 1 else 1.0
+        last = self.steps - 1  # the first step with the final weights
+        share = 1.0 if step >= last else max(0.0, (step - self.start) / max(1, last - self.start))
         if share != self.share:
             self.move(share)
         return {"decay_share": share}
