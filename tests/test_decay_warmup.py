@@ -1,5 +1,6 @@
 """`--decay_warmup`: shortcuts start at 1 and fall to their final weights, in networks of every family, compiled or not."""
 
+import mae
 import pytest
 import torch
 import uvit
@@ -36,6 +37,27 @@ def test_shortcuts_on_their_way_down(decay, tmp_path):
     assert encoder.shortcut_alphas() == alphas  # to the bit
     assert DecayWarmup([encoder], fraction=None, schedule_steps=10).set(0) == {}
     assert encoder.shortcut_alphas() == alphas
+
+
+def test_shortcuts_are_held_before_they_fall():
+    encoder = DecayedViTMAEModel(DecayedViTMAEConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4))
+    alphas = encoder.shortcut_alphas()
+    warmup = DecayWarmup([encoder], fraction=0.7, schedule_steps=10, start=0.4)
+    shares = [warmup.set(step)["decay_share"] for step in range(10)]
+    assert shares == [0.0] * 5 + [0.5] + [1.0] * 4
+    assert encoder.shortcut_alphas() == alphas
+    # So short that nothing is left between: they fall at once.
+    warmup = DecayWarmup([encoder], fraction=0.5, schedule_steps=10, start=0.4)
+    assert [warmup.set(step)["decay_share"] for step in range(6)] == [0.0] * 4 + [1.0] * 2
+
+
+@pytest.mark.parametrize("script", [mae, uvit])
+def test_shortcuts_cannot_be_held_longer_than_they_fall(script, capsys):
+    for flags in (["--decay_warmup", "0.3"], ["--decay_warmup", "0"]):
+        with pytest.raises(SystemExit):
+            script.parse_arguments([*flags, "--decay_start", "0.3"])
+        assert f"--decay_start 0.3 must be below --decay_warmup, got {flags[1]}" in capsys.readouterr().err
+    assert script.parse_arguments(["--decay_warmup", "0.5", "--decay_start", "0.3"])[0].decay_start == 0.3
 
 
 def test_a_network_without_decay_stays_as_it_is():

@@ -137,8 +137,9 @@ def parse_arguments(arguments=None):
         DecayedViTMAEConfig.check_field_names(options.fields)
     except ValueError as error:
         parser.error(f"--set: {error}")
-    if "decay_warmup" not in parser.named and not can_lower_decay(options):
-        options.decay_warmup = None  # the recipe's value does not apply to this network
+    for name in ("decay_warmup", "decay_start"):
+        if name not in parser.named and not can_lower_decay(options):
+            setattr(options, name, None)  # the recipe's value does not apply to this network
     check_combinations(parser, options)
     if options.compare == recipe.get("compare"):
         options.compare = shipped_checkpoints(options, recipe)

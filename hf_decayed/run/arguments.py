@@ -325,15 +325,15 @@ def add_decay_warmup_argument(training) -> None:
     training.add_argument(
         "--decay_start",
         type=fraction,
-        default=0.0,
-        help="with --decay_warmup: fraction of the steps after which shortcuts begin to fall",
+        help="with --decay_warmup: fraction of the steps after which shortcuts begin to fall; by default 0",
     )
 
 
 def check_decay_warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if options.decay_warmup and options.decay_start >= options.decay_warmup:
+    if options.decay_start and options.decay_start >= (options.decay_warmup or 0):
         parser.error(
-            f"--decay_start {options.decay_start:g} must be below --decay_warmup {options.decay_warmup:g}: shortcuts fall in between"
+            f"--decay_start {options.decay_start:g} must be below --decay_warmup, got {options.decay_warmup or 0:g}: "
+            "shortcuts fall in between"
         )
 
 

@@ -29,7 +29,7 @@ class DecayWarmup:
         compiled (`bool`, defaults to `False`):
             Whether the networks are compiled. Compiled code takes a number for a constant, and would be compiled again
             at every step. Shortcuts that move are therefore tensors, as those of `shortcut_schedule="learned"` are.
-        start (`float`, defaults to 0.0): Fraction of the steps after which the shortcuts begin to move.
+        start (`float`, *optional*): Fraction of the steps after which the shortcuts begin to move, by default 0.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class DecayWarmup:
         fraction: float | None,
         schedule_steps: int,
         compiled: bool = False,
-        start: float = 0.0,
+        start: float | None = None,
     ):
         self.steps = round((fraction or 0) * schedule_steps)
-        self.start = round(start * schedule_steps)
+        self.start = round((start or 0) * schedule_steps)
         self.compiled = compiled
         self.share: float | None = None
         self.networks = []
