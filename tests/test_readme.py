@@ -287,12 +287,13 @@ def test_small_scale_table_is_the_one_in_the_results(page, grid):
         assert (ROOT / picture).stat().st_size > 5000
 
 
-def test_tables_of_effects_are_those_of_the_results():
-    page, folder = (ROOT / "docs/small_scale.md").read_text(), ROOT / "model_cards/results/small_scale"
-    shown = re.findall(r"<!-- effects (\w+) / ([^\n]+?) -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
-    assert {grid for grid, _, _ in shown} == {"coloured", "coloured_long"}
-    for grid, baseline, table in shown:
-        assert table == effect_table(sweep.read_records(folder / f"{grid}.jsonl"), "default 0.8, lowered", baseline)
+@pytest.mark.parametrize("page, grids", [("small_scale", {"coloured", "coloured_long"})])
+def test_tables_of_effects_are_those_of_the_results(page, grids):
+    text, folder = (ROOT / f"docs/{page}.md").read_text(), ROOT / "model_cards/results" / page
+    shown = re.findall(r"<!-- effects (\w+): ([^\n]+?) / ([^\n]+?) -->\n(.*?)\n<!-- end -->", text, re.DOTALL)
+    assert {grid for grid, *_ in shown} == grids
+    for grid, run, baseline, table in shown:
+        assert table == effect_table(sweep.read_records(folder / f"{grid}.jsonl"), run, baseline)
 
 
 def test_table_of_starts_is_the_one_in_the_results():
