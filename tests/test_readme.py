@@ -287,7 +287,7 @@ def test_small_scale_table_is_the_one_in_the_results(page, grid):
         assert (ROOT / picture).stat().st_size > 5000
 
 
-@pytest.mark.parametrize("page, grids", [("small_scale", {"coloured", "coloured_long"})])
+@pytest.mark.parametrize("page, grids", [("small_scale", {"coloured", "coloured_long"}), ("small_diffusion", {"coloured_sit"})])
 def test_tables_of_effects_are_those_of_the_results(page, grids):
     text, folder = (ROOT / f"docs/{page}.md").read_text(), ROOT / "model_cards/results" / page
     shown = re.findall(r"<!-- effects (\w+): ([^\n]+?) / ([^\n]+?) -->\n(.*?)\n<!-- end -->", text, re.DOTALL)
@@ -305,10 +305,11 @@ def test_table_of_starts_is_the_one_in_the_results():
     assert shown == seed_table(sweep.read_records(records))
 
 
-def test_the_table_of_decays_of_uvit_is_the_one_in_the_results():
+@pytest.mark.parametrize("grid", ["cifar100_uvit", "coloured_sit"])
+def test_tables_of_decays_in_diffusion_models_are_those_of_the_results(grid):
     page = (ROOT / "docs/small_diffusion.md").read_text()
-    shown = re.search(r"<!-- table cifar100_uvit -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
-    records = sweep.read_records(ROOT / "model_cards/results/small_diffusion/cifar100_uvit.jsonl")
+    shown = re.search(rf"<!-- table {grid} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]
+    records = sweep.read_records(ROOT / f"model_cards/results/small_diffusion/{grid}.jsonl")
     assert shown == format_tables(records).rstrip()
     for picture in re.findall(r"\.\./(model_cards/\S+\.png)", page):
         assert (ROOT / picture).stat().st_size > 5000
