@@ -287,7 +287,9 @@ def test_small_scale_table_is_the_one_in_the_results(page, grid):
         assert (ROOT / picture).stat().st_size > 5000
 
 
-@pytest.mark.parametrize("page, grids", [("small_scale", {"coloured", "coloured_long"}), ("small_diffusion", {"coloured_sit"})])
+@pytest.mark.parametrize(
+    "page, grids", [("small_scale", {"coloured", "coloured_long"}), ("small_diffusion", {"coloured_sit"})]
+)
 def test_tables_of_effects_are_those_of_the_results(page, grids):
     text, folder = (ROOT / f"docs/{page}.md").read_text(), ROOT / "model_cards/results" / page
     shown = re.findall(r"<!-- effects (\w+): ([^\n]+?) / ([^\n]+?) -->\n(.*?)\n<!-- end -->", text, re.DOTALL)

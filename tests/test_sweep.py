@@ -175,7 +175,9 @@ def test_effects_on_samples_and_blocks():
     assert rows == [
         ["Frechet distance (times)", "1.70", "1.70", "1.70", "below 1", "0 of 2"],
         ["linear, best cell (points)", "-2.8", "-2.8", "-2.8", "above 0", "0 of 2"],
+        ["linear, all cells (points)", "-4.0", "-4.0", "-4.0", "above 0", "0 of 2"],
         ["kNN, best cell (points)", "-3.0", "-3.0", "-3.0", "above 0", "0 of 2"],
+        ["kNN, all cells (points)", "-3.7", "-3.7", "-3.7", "above 0", "0 of 2"],
     ]
     assert "| 1.0 | 2 | 0.176 (0.176-0.176) | 0.268 (0.268 to 0.268) +- 0.014 |" in format_tables(records)
 

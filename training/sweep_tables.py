@@ -29,7 +29,9 @@ ENCODER_GOALS = [
 PIPELINE_GOALS = [
     ("Frechet distance", "samples", "frechet", "times", "below 1", lambda change: change < 1),
     ("linear, best cell", "best cell", "linear_accuracy", "points", "above 0", lambda change: change > 0),
+    ("linear, all cells", "all cells", "linear_accuracy", "points", "above 0", lambda change: change > 0),
     ("kNN, best cell", "best cell", "knn_accuracy", "points", "above 0", lambda change: change > 0),
+    ("kNN, all cells", "all cells", "knn_accuracy", "points", "above 0", lambda change: change > 0),
 ]
 
 
@@ -83,13 +85,17 @@ def effect_table(records: list[dict], name: str, baseline: str) -> str:
 
 
 def measured_value(record: dict, place: str, metric: str) -> float | None:
-    """A metric of a record: of its `results`, of a feature of an encoder, or of a pipeline's `samples` or `best cell`.
+    """A metric of a record: of its `results`, of a feature of an encoder, or of a pipeline's `samples` or blocks.
 
-    Metrics of samples are named after their features, so that the beginning of the name is enough.
+    Blocks have a `best cell`, and the mean of `all cells`, which are pairs of a block and a noise level. Metrics of samples are
+    named after their features, so that the beginning of the name is enough.
     """
     if place == "samples":
         samples = next(iter(record["samples"]["rows"].values()))
         return next((value for name, value in samples.items() if name.startswith(metric)), None)
+    if place == "all cells":
+        cells = record["blocks"]["grid"]["cells"].get(metric)
+        return cells and float(np.mean(cells))
     if place == "best cell":
         cell = record["blocks"]["best"].get(metric)
         return cell and record["blocks"]["rows"][cell][metric]
@@ -162,12 +168,14 @@ def feature_table(groups: Groups) -> str:
         columns, rows = transpose(columns, rows)
     lines = [*markdown_table(columns, rows), ""]
     untrained = {
-        name: mean_and_range([record["results"]["knn_accuracy_untrained"] for record in records], percent=True)
-        for name, records in groups.items()
+        name: [record["results"]["knn_accuracy_untrained"] for record in records] for name, records in groups.items()
     }
-    if all(untrained.values()):
-        values = "; ".join(f"{name} {value} %" for name, value in untrained.items())
-        lines.append(f"Untrained, kNN on the images that mae.py evaluates on: {values}.")
+    if not any(None in values for values in untrained.values()):
+        texts = [f"{name} {mean_and_range(values, percent=True)} %" for name, values in untrained.items()]
+        if len(groups) > MAX_RUNS_ACROSS:
+            everything = [100 * value for values in untrained.values() for value in values]
+            texts = [f"{min(everything):.1f} to {max(everything):.1f} %"]
+        lines.append(f"Untrained, kNN on the images that mae.py evaluates on: {'; '.join(texts)}.")
     protocol, dataset = first["protocol"], first["dataset"]
     lines.append(
         f"{dataset['name']}: {dataset['number']['train']} training and {dataset['number']['test']} held-out images. kNN: "
