@@ -27,7 +27,7 @@ def test_shortcuts_on_their_way_down(decay, tmp_path):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     encoder = DecayedViTMAEModel(DecayedViTMAEConfig(shortcut_decay=decay, image_size=16, patch_size=4, **sizes))
     alphas = encoder.config.shortcut_alphas()
-    warmup = DecayWarmup([encoder], fraction=0.5, schedule_steps=10)
+    warmup = DecayWarmup([encoder], end=0.5, schedule_steps=10)
     assert warmup.set(0) == {"decay_share": 0.0} and encoder.shortcut_alphas() == [(1.0, 1.0)] * len(alphas)
     assert warmup.set(2) == {"decay_share": 0.5}
     assert encoder.shortcut_alphas()[-1][1] == pytest.approx((1 + alphas[-1][1]) / 2)
@@ -35,24 +35,24 @@ def test_shortcuts_on_their_way_down(decay, tmp_path):
     assert DecayedViTMAEModel.from_pretrained(tmp_path).shortcut_alphas() == encoder.shortcut_alphas()
     assert warmup.set(4) == warmup.set(9) == {"decay_share": 1.0}
     assert encoder.shortcut_alphas() == alphas  # to the bit
-    assert DecayWarmup([encoder], fraction=None, schedule_steps=10).set(0) == {}
+    assert DecayWarmup([encoder], end=None, schedule_steps=10).set(0) == {}
     assert encoder.shortcut_alphas() == alphas
 
 
 def test_shortcuts_are_held_before_they_fall():
     encoder = DecayedViTMAEModel(DecayedViTMAEConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4))
     alphas = encoder.shortcut_alphas()
-    warmup = DecayWarmup([encoder], fraction=0.7, schedule_steps=10, start=0.4)
+    warmup = DecayWarmup([encoder], end=0.7, schedule_steps=10, start=0.4)
     shares = [warmup.set(step)["decay_share"] for step in range(10)]
     assert shares == [0.0] * 5 + [0.5] + [1.0] * 4
     assert encoder.shortcut_alphas() == alphas
     # So short that nothing is left between: they fall at once.
-    warmup = DecayWarmup([encoder], fraction=0.5, schedule_steps=10, start=0.4)
+    warmup = DecayWarmup([encoder], end=0.5, schedule_steps=10, start=0.4)
     assert [warmup.set(step)["decay_share"] for step in range(6)] == [0.0] * 4 + [1.0] * 2
 
 
 @pytest.mark.parametrize("script", [mae, uvit])
-def test_shortcuts_cannot_be_held_longer_than_they_fall(script, capsys):
+def test_decay_start_must_be_below_decay_warmup(script, capsys):
     for flags in (["--decay_warmup", "0.3"], ["--decay_warmup", "0"]):
         with pytest.raises(SystemExit):
             script.parse_arguments([*flags, "--decay_start", "0.3"])
@@ -60,10 +60,22 @@ def test_shortcuts_cannot_be_held_longer_than_they_fall(script, capsys):
     assert script.parse_arguments(["--decay_warmup", "0.5", "--decay_start", "0.3"])[0].decay_start == 0.3
 
 
+def test_a_recipe_holds_shortcuts_only_before_the_end_that_is_named(capsys):
+    def start(*flags):
+        return mae.parse_arguments(["--recipe", "photos_small", *flags])[0].decay_start
+
+    assert start() == start("--decay_warmup", "0.7") == 0.33
+    assert start("--decay_warmup", "0") is start("--decay_warmup", "0.3") is start("--decay_start", "0") is None
+    assert start("--init_from", "model") is None  # it is for a new network
+    with pytest.raises(SystemExit):
+        start("--init_from", "model", "--decay_start", "0.3")
+    assert "--decay_start needs --decay_warmup" in capsys.readouterr().err
+
+
 def test_a_network_without_decay_stays_as_it_is():
     """Also a compiled one: numbers, not tensors that never move."""
     network = DecayedUViT2DModel(**SIZES, shortcut_decay=1.0)
-    warmup = DecayWarmup([network], fraction=0.5, schedule_steps=10, compiled=True)
+    warmup = DecayWarmup([network], end=0.5, schedule_steps=10, compiled=True)
     assert warmup.set(0) == {}
     layers = own_stack(network).modules
     assert not any(layer.has_learned_alphas for layer in layers) and all(layer.mlp_alpha == 1.0 for layer in layers)
@@ -79,14 +91,14 @@ def test_learned_shortcuts_are_refused_before_images_are_read(capsys):
 def test_a_short_warmup():
     encoder = DecayedViTMAEModel(DecayedViTMAEConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4))
     alphas = encoder.shortcut_alphas()
-    DecayWarmup([encoder, encoder], fraction=1.0, schedule_steps=1).set(0)
+    DecayWarmup([encoder, encoder], end=1.0, schedule_steps=1).set(0)
     assert encoder.shortcut_alphas() == alphas  # a single step has the whole decay
 
 
 def test_compiled_shortcuts_are_numbers_again_at_the_end(tmp_path):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 2}
     encoder = DecayedViTMAEModel(DecayedViTMAEConfig(image_size=16, patch_size=4, **sizes)).eval()
-    warmup = DecayWarmup([encoder], fraction=1.0, schedule_steps=10, compiled=True)
+    warmup = DecayWarmup([encoder], end=1.0, schedule_steps=10, compiled=True)
     images = torch.rand(2, 3, 16, 16)
     outputs = [encoder(images).last_hidden_state for step in (0, 4) if warmup.set(step)]
     assert isinstance(encoder.layers[1].mlp_alpha, torch.Tensor) and not torch.equal(*outputs)
@@ -110,7 +122,7 @@ def test_diffusion_models(model_class, fields, tmp_path):
     """Every weight moves linearly from 1 to that of the network as it was made, and a saved network is the same."""
     model = model_class(**SIZES, shortcut_decay=0.6, **fields)
     final = own_stack(model).alphas
-    warmup = DecayWarmup([model], fraction=0.5, schedule_steps=10)
+    warmup = DecayWarmup([model], end=0.5, schedule_steps=10)
     for step, share in ((0, 0.0), (1, 0.25), (2, 0.5), (4, 1.0), (9, 1.0)):
         assert warmup.set(step) == {"decay_share": share}
         for layer, alphas in zip(own_stack(model).alphas, final, strict=True):
@@ -129,8 +141,8 @@ def test_diffusion_models(model_class, fields, tmp_path):
 )
 def test_a_network_whose_decay_cannot_move(model):
     with pytest.raises(UserError, match="has no decay that can be set"):
-        DecayWarmup([model()], fraction=0.5, schedule_steps=10)
-    DecayWarmup([model()], fraction=None, schedule_steps=10).finish(10)
+        DecayWarmup([model()], end=0.5, schedule_steps=10)
+    DecayWarmup([model()], end=None, schedule_steps=10).finish(10)
 
 
 @pytest.mark.slow

@@ -137,9 +137,9 @@ def parse_arguments(arguments=None):
         DecayedViTMAEConfig.check_field_names(options.fields)
     except ValueError as error:
         parser.error(f"--set: {error}")
-    for name in ("decay_warmup", "decay_start"):
-        if name not in parser.named and not can_lower_decay(options):
-            setattr(options, name, None)  # the recipe's value does not apply to this network
+    if not can_lower_decay(options):  # the recipe's values do not apply to this network
+        for name in {"decay_warmup", "decay_start"} - parser.named:
+            setattr(options, name, None)
     check_combinations(parser, options)
     if options.compare == recipe.get("compare"):
         options.compare = shipped_checkpoints(options, recipe)
@@ -205,7 +205,7 @@ def main():
     average, evaluated = run.average(model)
     encoders = [network.vit for network in (model, evaluated)]
     decay_warmup = DecayWarmup(
-        encoders, options.decay_warmup, run.schedule_steps, options.compile, options.decay_start
+        encoders, options.decay_warmup, run.schedule_steps, options.compile, start=options.decay_start
     )
 
     # Prepare.

@@ -141,7 +141,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
     decay_warmup = DecayWarmup(
-        [model, evaluated], options.decay_warmup, run.schedule_steps, options.compile, options.decay_start
+        [model, evaluated], options.decay_warmup, run.schedule_steps, options.compile, start=options.decay_start
     )
     # The noise levels of training and sampling.
     betas = PIXEL_BETAS if images_and_classes.vae is None else LATENT_BETAS

@@ -44,7 +44,7 @@ def main():
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
     decay_warmup = DecayWarmup(
-        [model, evaluated], options.decay_warmup, run.schedule_steps, options.compile, options.decay_start
+        [model, evaluated], options.decay_warmup, run.schedule_steps, options.compile, start=options.decay_start
     )
 
     # Optimizer.

@@ -9,7 +9,8 @@
 GRID is a file in `training/recipes/sweeps`, or a path to one. It names a training script (`script`, by default `mae`; a run may
 name another), its flags and config fields for all runs (`flags`), for single runs (`runs`) and in all combinations (`axes`),
 `seeds`, and flags of `hf-decayed evaluate` (`evaluation`; for pipelines, one set for `samples` and one for `blocks`). The report
-compares losses with those of the run `reference`, and, seed by seed, the features of one run with those of another (`effects`).
+compares losses with those of the run `reference`, and, seed by seed, the features or samples of one run with those of another
+(`effects`).
 
 A run is one process of the training script, followed by the evaluation of the model that it saved: the features of an
 encoder at all layers, or the samples and blocks of a pipeline. Classifiers are evaluated by their training script. The

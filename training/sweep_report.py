@@ -56,7 +56,7 @@ def write_report(
         tsne_runs (`list[str]`, *optional*): Names of the runs of the t-SNE plot, by default the first and the last.
         reference (`str`, *optional*): Name of the run that losses are compared with, on a logarithmic axis.
         data (`dict`, *optional*): Arguments of `load_image_splits`, for the picture of patches.
-        effects (`Sequence[Sequence[str]]`, *optional*): Pairs of runs whose features are compared seed by seed: a run and its baseline.
+        effects (`Sequence[Sequence[str]]`, *optional*): Pairs of runs that are compared seed by seed: a run and its baseline.
     """
     if not records:
         raise UserError(f"There is nothing to report in {output_dir} yet.")

@@ -92,7 +92,8 @@ def measured_value(record: dict, place: str, metric: str) -> float | None:
     """
     if place == "samples":
         samples = next(iter(record["samples"]["rows"].values()))
-        return next((value for name, value in samples.items() if name.startswith(metric)), None)
+        names = [name for name in samples if name.startswith(metric) and not name.endswith("_spread")]
+        return samples[names[0]] if names else None
     if place == "all cells":
         cells = record["blocks"]["grid"]["cells"].get(metric)
         return cells and float(np.mean(cells))
@@ -173,8 +174,8 @@ def feature_table(groups: Groups) -> str:
     if not any(None in values for values in untrained.values()):
         texts = [f"{name} {mean_and_range(values, percent=True)} %" for name, values in untrained.items()]
         if len(groups) > MAX_RUNS_ACROSS:
-            everything = [100 * value for values in untrained.values() for value in values]
-            texts = [f"{min(everything):.1f} to {max(everything):.1f} %"]
+            accuracies = [100 * value for values in untrained.values() for value in values]
+            texts = [f"{min(accuracies):.1f} to {max(accuracies):.1f} %, by network and seed"]
         lines.append(f"Untrained, kNN on the images that mae.py evaluates on: {'; '.join(texts)}.")
     protocol, dataset = first["protocol"], first["dataset"]
     lines.append(
@@ -307,9 +308,9 @@ def sample_cells(rows: list[dict], metrics: list[str]) -> list[str]:
     cells = []
     for metric in metrics:
         values = [row[metric] for row in rows]
-        text = f"{np.mean(values):.3g}"
+        text = f"{np.mean(values):#.3g}"
         if len(values) > 1:
-            text += f" ({min(values):.3g} to {max(values):.3g})"  # "to", because a kernel distance may be negative
+            text += f" ({min(values):#.3g} to {max(values):#.3g})"  # "to", because a kernel distance may be negative
         if f"{metric}_spread" in rows[0]:
             text += f" +- {np.mean([row[f'{metric}_spread'] for row in rows]):.2g}"
         cells.append(text)

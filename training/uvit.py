@@ -53,7 +53,7 @@ def main():
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
     decay_warmup = DecayWarmup(
-        [model, evaluated], options.decay_warmup, run.schedule_steps, options.compile, options.decay_start
+        [model, evaluated], options.decay_warmup, run.schedule_steps, options.compile, start=options.decay_start
     )
     # The noise levels of training and sampling.
     levels = {**(PIXEL_BETAS if data.vae is None else LATENT_BETAS), "prediction_type": options.prediction_type}

@@ -320,21 +320,26 @@ def add_decay_warmup_argument(training) -> None:
     training.add_argument(
         "--decay_warmup",
         type=fraction,
-        help="fraction of the steps after which shortcuts, which start at 1, have their final weights; by default 0",
+        help="shortcuts start at 1 and reach their final weights after this fraction of the steps; by default 0",
     )
     training.add_argument(
         "--decay_start",
         type=fraction,
-        help="with --decay_warmup: fraction of the steps after which shortcuts begin to fall; by default 0",
+        help="with --decay_warmup: keep shortcuts at 1 for this fraction of the steps; by default 0",
     )
 
 
-def check_decay_warmup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def check_decay_warmup(parser: ScriptParser, options: argparse.Namespace) -> None:
+    """Refuses a start that is not before the end; a recipe's start does not count where the command names an earlier end."""
     if options.decay_start and options.decay_start >= (options.decay_warmup or 0):
-        parser.error(
-            f"--decay_start {options.decay_start:g} must be below --decay_warmup, got {options.decay_warmup or 0:g}: "
-            "shortcuts fall in between"
-        )
+        if "decay_start" in parser.named:
+            parser.error(
+                f"--decay_start {options.decay_start:g} must be below --decay_warmup, got {options.decay_warmup:g}"
+                if options.decay_warmup is not None
+                else "--decay_start needs --decay_warmup, before which shortcuts fall"
+            )
+        options.decay_start = None
+    options.decay_start = options.decay_start or None  # as in checkpoints of versions without this flag
 
 
 def add_diffusion_arguments(parser: ScriptParser, sizes: dict, sampler: str, batch_size: int, ema_decay: float):

@@ -10,37 +10,38 @@ __all__ = ["DecayWarmup"]
 
 
 class DecayWarmup:
-    """Starts all shortcuts at weight 1, keeps them there for a while, and moves them to their final weights.
+    """Starts all shortcuts at weight 1, keeps them there until `start`, and moves them to their final weights until `end`.
 
-    Without a fraction it does nothing.
+    Without an `end` it does nothing.
 
     The config follows, so a network can be saved on the way, a compiled one after `finish`: every schedule is linear in
     `shortcut_decay`.
 
-    >>> decay_warmup = DecayWarmup([model], fraction=0.5, schedule_steps=run.schedule_steps)
+    >>> decay_warmup = DecayWarmup([model], end=0.5, schedule_steps=run.schedule_steps)
     >>> run.record(decay_warmup.set(run.step))  # at every step
 
     Args:
         networks (`list[torch.nn.Module]`):
             Diffusion models and encoders of masked autoencoders, as they are before anything wraps them. Those without decay
             stay as they are.
-        fraction (`float`, *optional*): Fraction of the steps after which the shortcuts have their final weights.
+        end (`float`, *optional*): Fraction of the steps after which the shortcuts have their final weights.
         schedule_steps (`int`): Steps of the whole run.
         compiled (`bool`, defaults to `False`):
             Whether the networks are compiled. Compiled code takes a number for a constant, and would be compiled again
             at every step. Shortcuts that move are therefore tensors, as those of `shortcut_schedule="learned"` are.
-        start (`float`, *optional*): Fraction of the steps after which the shortcuts begin to move, by default 0.
+        start (`float`, *optional*):
+            Fraction of the steps after which the shortcuts begin to move, by default 0; at that step they still have weight 1.
     """
 
     def __init__(
         self,
         networks: list[torch.nn.Module],
-        fraction: float | None,
+        end: float | None,
         schedule_steps: int,
         compiled: bool = False,
         start: float | None = None,
     ):
-        self.steps = round((fraction or 0) * schedule_steps)
+        self.steps = round((end or 0) * schedule_steps)
         self.start = round((start or 0) * schedule_steps)
         self.compiled = compiled
         self.share: float | None = None
@@ -59,7 +60,7 @@ class DecayWarmup:
         if not self.steps:
             return {}
         last = self.steps - 1  # the first step with the final weights
-        share = 1.0 if step >= last else max(0.0, (step - self.start) / max(1, last - self.start))
+        share = 1.0 if step >= max(last, self.start) else max(0.0, (step - self.start) / max(1, last - self.start))
         if share != self.share:
             self.move(share)
         return {"decay_share": share}
