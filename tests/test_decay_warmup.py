@@ -161,7 +161,7 @@ def test_shortcuts_on_their_way_down_are_not_compiled_again(family):
         inputs = (torch.randn(2, 1, 8, 8), torch.tensor([0.2, 0.7]), torch.tensor([0, 2]))
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.2)  # branches that start at zero would hide their shortcuts
-    eager, compiled = (DecayWarmup([network], 0.4, schedule_steps=10, compiled=choice) for choice in (False, True))
+    eager, compiled = (DecayWarmup([network], schedule_steps=10, end=0.4, compiled=choice) for choice in (False, True))
     counter = CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
     forward = torch.compile(network, backend=counter)

@@ -224,7 +224,7 @@ def test_sharded_by_fully_shard():
         for schedule in ("linear", "learned"):
             model = random_weights(DecayedViTMAEForPreTraining(DecayedViTMAEConfig(**TINY_SIZES, shortcut_schedule=schedule)))
             expected = model(pixel_values, noise=noise).loss.item()
-            warmup = DecayWarmup([model.vit], 0.5 if schedule == "linear" else None, schedule_steps=8)
+            warmup = DecayWarmup([model.vit], schedule_steps=8, end=0.5 if schedule == "linear" else None)
             alphas = shortcut_alphas(model)
             fully_shard(model.vit.embeddings.patch_embeddings, mesh=mesh)
             for layer in [*model.vit.layers, *model.decoder.decoder_layers]:

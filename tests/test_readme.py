@@ -288,7 +288,8 @@ def test_small_scale_table_is_the_one_in_the_results(page, grid):
 
 
 @pytest.mark.parametrize(
-    "page, grids", [("small_scale", {"coloured", "coloured_long"}), ("small_diffusion", {"coloured_sit"})]
+    "page, grids",
+    [("small_scale", {"coloured", "coloured_long"}), ("small_diffusion", {"coloured_sit", "coloured_uvit"})],
 )
 def test_tables_of_effects_are_those_of_the_results(page, grids):
     text, folder = (ROOT / f"docs/{page}.md").read_text(), ROOT / "model_cards/results" / page
@@ -307,7 +308,7 @@ def test_table_of_starts_is_the_one_in_the_results():
     assert shown == seed_table(sweep.read_records(records))
 
 
-@pytest.mark.parametrize("grid", ["cifar100_uvit", "coloured_sit"])
+@pytest.mark.parametrize("grid", ["cifar100_uvit", "coloured_sit", "coloured_uvit"])
 def test_tables_of_decays_in_diffusion_models_are_those_of_the_results(grid):
     page = (ROOT / "docs/small_diffusion.md").read_text()
     shown = re.search(rf"<!-- table {grid} -->\n(.*?)\n<!-- end -->", page, re.DOTALL)[1]

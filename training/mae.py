@@ -46,6 +46,7 @@ from hf_decayed.run.arguments import (
     augmentation_arguments,
     check_decay_warmup,
     decoding_arguments,
+    lowering_arguments,
     merge_fields,
 )
 from hf_decayed.run.decay_warmup import DecayWarmup
@@ -204,9 +205,7 @@ def main():
     optimizer = adamw(model, peak_learning_rate, betas, options.weight_decay, groups)
     average, evaluated = run.average(model)
     encoders = [network.vit for network in (model, evaluated)]
-    decay_warmup = DecayWarmup(
-        encoders, options.decay_warmup, run.schedule_steps, options.compile, start=options.decay_start
-    )
+    decay_warmup = DecayWarmup(encoders, run.schedule_steps, **lowering_arguments(options))
 
     # Prepare.
     model, optimizer = run.prepare(model=model, optimizer=optimizer)

@@ -342,6 +342,11 @@ def check_decay_warmup(parser: ScriptParser, options: argparse.Namespace) -> Non
     options.decay_start = options.decay_start or None  # as in checkpoints of versions without this flag
 
 
+def lowering_arguments(options: argparse.Namespace) -> dict:
+    """Keyword arguments for `DecayWarmup`."""
+    return {"end": options.decay_warmup, "start": options.decay_start, "compiled": options.compile}
+
+
 def add_diffusion_arguments(parser: ScriptParser, sizes: dict, sampler: str, batch_size: int, ema_decay: float):
     """Adds the flags of all diffusion scripts; returns the groups `model` and `training`, for the script's own."""
     data = add_data_arguments(parser)

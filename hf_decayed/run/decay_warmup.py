@@ -17,29 +17,29 @@ class DecayWarmup:
     The config follows, so a network can be saved on the way, a compiled one after `finish`: every schedule is linear in
     `shortcut_decay`.
 
-    >>> decay_warmup = DecayWarmup([model], end=0.5, schedule_steps=run.schedule_steps)
+    >>> decay_warmup = DecayWarmup([model], run.schedule_steps, end=0.5)
     >>> run.record(decay_warmup.set(run.step))  # at every step
 
     Args:
         networks (`list[torch.nn.Module]`):
             Diffusion models and encoders of masked autoencoders, as they are before anything wraps them. Those without decay
             stay as they are.
-        end (`float`, *optional*): Fraction of the steps after which the shortcuts have their final weights.
         schedule_steps (`int`): Steps of the whole run.
+        end (`float`, *optional*): Fraction of the steps after which the shortcuts have their final weights.
+        start (`float`, *optional*):
+            Fraction of the steps after which the shortcuts begin to move, by default 0; at that step they still have weight 1.
         compiled (`bool`, defaults to `False`):
             Whether the networks are compiled. Compiled code takes a number for a constant, and would be compiled again
             at every step. Shortcuts that move are therefore tensors, as those of `shortcut_schedule="learned"` are.
-        start (`float`, *optional*):
-            Fraction of the steps after which the shortcuts begin to move, by default 0; at that step they still have weight 1.
     """
 
     def __init__(
         self,
         networks: list[torch.nn.Module],
-        end: float | None,
         schedule_steps: int,
-        compiled: bool = False,
+        end: float | None,
         start: float | None = None,
+        compiled: bool = False,
     ):
         self.steps = round((end or 0) * schedule_steps)
         self.start = round((start or 0) * schedule_steps)
