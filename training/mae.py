@@ -45,8 +45,8 @@ from hf_decayed.run.arguments import (
     add_training_arguments,
     augmentation_arguments,
     check_decay_warmup,
+    decay_warmup_arguments,
     decoding_arguments,
-    lowering_arguments,
     merge_fields,
 )
 from hf_decayed.run.decay_warmup import DecayWarmup
@@ -205,7 +205,7 @@ def main():
     optimizer = adamw(model, peak_learning_rate, betas, options.weight_decay, groups)
     average, evaluated = run.average(model)
     encoders = [network.vit for network in (model, evaluated)]
-    decay_warmup = DecayWarmup(encoders, run.schedule_steps, **lowering_arguments(options))
+    decay_warmup = DecayWarmup(encoders, run.schedule_steps, **decay_warmup_arguments(options))
 
     # Prepare.
     model, optimizer = run.prepare(model=model, optimizer=optimizer)

@@ -140,7 +140,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     images = data.images(run, level, **flags.diffusion_image_arguments(options))
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
-    decay_warmup = DecayWarmup([model, evaluated], run.schedule_steps, **flags.lowering_arguments(options))
+    decay_warmup = DecayWarmup([model, evaluated], run.schedule_steps, **flags.decay_warmup_arguments(options))
     # The noise levels of training and sampling.
     betas = PIXEL_BETAS if images_and_classes.vae is None else LATENT_BETAS
     noise_schedule = DDPMScheduler(**betas, prediction_type=options.prediction_type)

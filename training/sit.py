@@ -43,7 +43,7 @@ def main():
     images = data.images(run, **flags.diffusion_image_arguments(options))
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
-    decay_warmup = DecayWarmup([model, evaluated], run.schedule_steps, **flags.lowering_arguments(options))
+    decay_warmup = DecayWarmup([model, evaluated], run.schedule_steps, **flags.decay_warmup_arguments(options))
 
     # Optimizer.
     optimizer = adamw(model, options.learning_rate, (options.adam_beta1, options.adam_beta2), options.weight_decay)

@@ -52,7 +52,7 @@ def main():
     images = data.images(run, **flags.diffusion_image_arguments(options))
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
-    decay_warmup = DecayWarmup([model, evaluated], run.schedule_steps, **flags.lowering_arguments(options))
+    decay_warmup = DecayWarmup([model, evaluated], run.schedule_steps, **flags.decay_warmup_arguments(options))
     # The noise levels of training and sampling.
     levels = {**(PIXEL_BETAS if data.vae is None else LATENT_BETAS), "prediction_type": options.prediction_type}
     noise_schedule = DDPMScheduler(**levels)

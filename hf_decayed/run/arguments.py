@@ -342,7 +342,7 @@ def check_decay_warmup(parser: ScriptParser, options: argparse.Namespace) -> Non
     options.decay_start = options.decay_start or None  # as in checkpoints of versions without this flag
 
 
-def lowering_arguments(options: argparse.Namespace) -> dict:
+def decay_warmup_arguments(options: argparse.Namespace) -> dict:
     """Keyword arguments for `DecayWarmup`."""
     return {"end": options.decay_warmup, "start": options.decay_start, "compiled": options.compile}
 
