@@ -383,7 +383,7 @@ def test_a_random_projection_is_linear_and_always_the_same():
 
 def latents_command(folder, *flags, encoder="random_projection"):
     small = ["--hierarchy", "1x8", "2x4", "--min_crop_size", 7, "--max_train_samples", 40, "--svd_images", 40]
-    small += ["--image_size", 28, "--num_channels", 1, "--num_workers", 0, "--latents_dir", folder]
+    small += ["--image_size", 28, "--num_channels", 1, "--latents_dir", folder]
     return main(["latents", encoder, *map(str, small), *map(str, flags)])
 
 

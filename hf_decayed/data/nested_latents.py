@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, AutoModel, PreTrainedModel, ViTConfig, ViTModel
 
+from ..command_line import count_loader_workers
 from ..decay.stock import stock_model
 from ..errors import DataError, UserError, explain_loading_errors, format_error
 from ..models.modeling_decayed_vit_mae import DecayedViTMAEModel
@@ -221,13 +222,14 @@ def precompute_latents(
     vae: str | None = None,
     min_crop_size: int = 64,
     svd_images: int | None = 50_000,
-    num_workers: int = 0,
+    num_workers: int | None = None,
 ) -> str:
     """Caches the latents of all levels, where `training/nested.py` with the same settings finds them; all processes call it.
 
     Returns what the command prints. `source` are arguments of `load_image_splits`, `vae` is for level 1.
     """
     accelerator = Accelerator()
+    num_workers = count_loader_workers(accelerator) if num_workers is None else num_workers
     with accelerator.main_process_first():
         splits = load_image_splits(**source).take(max_train_samples).with_fixed_views()
     if not conditional:

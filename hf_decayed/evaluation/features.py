@@ -53,7 +53,9 @@ class Extraction:
     def extract(
         self, encode: Encoder, images, identity: dict, accelerator: Accelerator, description: str
     ) -> dict[str, torch.Tensor]:
-        workers = count_loader_workers(accelerator) if self.num_workers is None else self.num_workers
+        workers = self.num_workers
+        if workers is None:
+            workers = count_loader_workers(accelerator) if accelerator.device.type != "cpu" else 0
         return extract_features(
             encode,
             images,
@@ -61,7 +63,7 @@ class Extraction:
             identity,
             accelerator,
             self.batch_size,
-            num_workers=workers if accelerator.device.type != "cpu" else 0,
+            num_workers=workers,
             description=description,
         )
 
