@@ -19,7 +19,7 @@ from hf_decayed import (
     DecayedViTMAEForPreTraining,
 )
 from hf_decayed.cli import main
-from hf_decayed.hub.cards import samples_table, shortcuts_text, write_card
+from hf_decayed.hub.cards import comparison_table, eval_results, samples_table, shortcuts_text, write_card
 from hf_decayed.hub.publishing import PublishingError, check_card
 from hf_decayed.hub.validation import sentence_numbers
 from hf_decayed.models.modeling_decayed_vit_mae import image_processor
@@ -278,6 +278,25 @@ def test_a_setting_is_no_result(tmp_path):
 
 def test_numbers_in_code_are_not_read():
     assert list(sentence_numbers("```python\nx = 0.123\n```\n\n    run --lr 0.456\n\n<!-- 0.789 -->\n")) == []
+
+
+@pytest.mark.parametrize(
+    "rows, best, row",
+    [
+        (["pixels", "last.mean", "last.cls", "6.mean"], {}, "last.mean"),
+        (["pixels", "0.mean", "0.cls", "9.mean", "10.mean", "10.cls"], {}, "10.mean"),
+        (["pixels.patches", "0.patches", "1.patches"], {}, "1.patches"),
+        (["b0@0", "b1@0", "pixels"], {"knn_accuracy": "b1@0"}, "b1@0"),
+    ],
+)
+def test_the_row_that_stands_for_a_model(rows, best, row):
+    values = {
+        name: {"knn_accuracy": 0.3 if name.startswith("pixels") else 0.8 if name == row else 0.2} for name in rows
+    }
+    evaluation = {**EVALUATION, "rows": values, "best": best}
+    assert "| 80.0 % | 30.0 % | better |" in comparison_table([evaluation])
+    (result,) = eval_results(evaluation, "image-classification")
+    assert result.metric_value == 0.8 and result.metric_name == f"knn accuracy, {row}"
 
 
 def test_samples_are_compared_with_held_out_images():

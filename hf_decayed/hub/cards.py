@@ -199,20 +199,30 @@ def hub_dataset(results: dict) -> str | None:
 def comparison_table(evaluations: list[dict]) -> str:
     """What features of the last layer are better and worse at than raw pixels; empty if nothing was compared."""
     lines = []
-    for rows in (evaluation["rows"] for evaluation in evaluations):
-        own_rows = [name for name in rows if not name.startswith("pixels")]
+    for evaluation in evaluations:
+        rows = evaluation["rows"]
         pixels = {
             metric: value for name, row in rows.items() if name.startswith("pixels") for metric, value in row.items()
         }
         for metric in COMPARED_METRICS:
-            # Pooled features have the last layer first, patches have the layers in order.
-            names = [name for name in own_rows if metric in rows[name]]
-            if names and metric in pixels:
-                own = rows[names[-1] if names[0].endswith(".patches") else names[0]][metric]
+            name = own_row(evaluation, metric)
+            if name is not None and metric in pixels:
+                own = rows[name][metric]
                 verdict = "better" if own > pixels[metric] else "worse"
                 cells = [COMPARED_METRICS[metric], format_metric(metric, own), format_metric(metric, pixels[metric])]
                 lines.append(f"| {' | '.join([*cells, verdict])} |")
     return "\n".join(["| | this model | raw pixels | |", "|---|---|---|---|", *lines]) if lines else ""
+
+
+def own_row(evaluation: dict, metric: str | None = None) -> str | None:
+    """The row that stands for the model, with this metric if one is named: the best cell of a grid, else the last layer."""
+    if best := evaluation.get("best"):
+        return best.get(metric) if metric else next(iter(best.values()))
+    rows = evaluation["rows"]
+    names = [name for name in rows if not name.startswith("pixels") and (metric is None or metric in rows[name])]
+    # `last` comes first where it was asked for, and layers by number come in order; the poolings of a layer keep theirs.
+    layers = [int(number) if (number := name.split(".")[0]).isdigit() else math.inf for name in names]
+    return names[layers.index(max(layers))] if names else None
 
 
 def samples_table(evaluations: list[dict]) -> str:
@@ -279,11 +289,8 @@ def evaluation_text(evaluation: dict) -> str:
 
 
 def eval_results(evaluation: dict, task: str) -> list[EvalResult]:
-    """Metadata for the Hub's leaderboards: the first row of an evaluation that is the model's own, of patches the last."""
-    own_rows = [row for row in evaluation["rows"] if not row.startswith("pixels")]
-    row = own_rows[-1 if own_rows[0].endswith(".patches") else 0] if own_rows else None
-    if evaluation.get("best"):
-        row = next(iter(evaluation["best"].values()))
+    """Metadata for the Hub's leaderboards: the row that stands for the model."""
+    row = own_row(evaluation)
     return [
         EvalResult(
             task_type=task,
