@@ -503,6 +503,8 @@ def test_pairs_of_a_folder(tmp_path):
     for name in ("kitchen", "attic"):
         save_scene(tmp_path / name, lights=3)
         (tmp_path / name / "meta.json").write_text("{}")
+        for other, size in (("materials_mip2.png", (20, 16)), ("thumb.jpg", (5, 4))):  # no lights
+            Image.new("RGB", size).save(tmp_path / name / other)
     source = RelightingFolder(tmp_path)
     assert len(source) == 2 and source.names == ["attic", "kitchen"] and source.num_lights(0) == 3
     expected = np.asarray(Image.open(tmp_path / "kitchen" / "dir_2_mip2.png"))

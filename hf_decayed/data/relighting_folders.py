@@ -2,12 +2,13 @@
 
     path/scene/light.jpg          one folder per scene; the names of the files are those of the lights
 
-MIT multi-illumination has this layout: `everett_dining1/dir_0_mip2.jpg` and so on. Other files of such a folder, such as
-`meta.json`, are ignored, and so are the images of its light probes, `probes/`.
+MIT multi-illumination has this layout: `everett_dining1/dir_0_mip2.jpg` and so on. Where a scene has files with such names, the
+others, such as `thumb.jpg` and `materials_mip2.png`, are no lights; subfolders, such as `probes/`, are ignored.
 """
 
 import copy
 import hashlib
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from .transforms import center_box, crop_and_resize, crop_boxes
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 PAIR_STREAM = 6  # of `sample_generator`
 CROP_DRAWS = 22  # of `crop_boxes`
+DIRECTION = re.compile(r"dir_\d+")  # how MIT multi-illumination names a light
 HELD_OUT_EVERY = 10  # one scene in this many, and at least two: references come from other scenes
 MAX_LINEAR = 1.4  # intensity that is white in 8 bits: procedural scenes are seldom brighter
 
@@ -43,9 +45,7 @@ class RelightingFolder:
         folders = sorted(
             folder for folder in self.path.iterdir() if folder.is_dir() and not folder.name.startswith(".")
         )
-        self.files = [
-            sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES) for folder in folders
-        ]
+        self.files = [light_files(folder) for folder in folders]
         if not folders:
             raise DataError(f"'{self.path.name}' holds no scenes: it must have a folder for each of them.")
         for folder, files in zip(folders, self.files):
@@ -93,6 +93,12 @@ class RelightingFolder:
             sizes = " and ".join(f"{image.shape[1]} x {image.shape[0]}" for image in images)
             raise DataError(f"Images of the scene '{self.names[scene]}' have different sizes, {sizes} pixels.")
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+
+
+def light_files(scene: Path) -> list[Path]:
+    """Images of a scene, one for every light."""
+    files = sorted(file for file in scene.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+    return [file for file in files if DIRECTION.match(file.name)] or files
 
 
 class ProceduralPairs:
