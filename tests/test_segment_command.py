@@ -79,6 +79,19 @@ def test_a_repeated_command_makes_only_what_is_missing(tmp_path, vit):
         assert path.name.startswith("1_") or path.stat().st_mtime_ns == time
 
 
+def test_changed_images_are_segmented_again_and_pictures_are_no_images(tmp_path, vit, capsys):
+    photo = write_picture(tmp_path / "photos" / "a.png")
+    command = [tmp_path / "photos", "--model", vit, "--output", tmp_path / "photos"]  # beside the images
+    assert run(*command) == 0
+    mask = tmp_path / "photos" / "tiny-vit" / "a_mask.png"
+    before = mask.read_bytes()
+    Image.open(photo).rotate(90).save(photo)
+    capsys.readouterr()
+    assert run(*command) == 0
+    assert "1 image by 1 model" in capsys.readouterr().out
+    assert mask.read_bytes() != before
+
+
 def test_other_settings_do_not_mix_with_the_pictures_that_are_there(tmp_path, vit, capsys):
     write_picture(tmp_path / "a.png")
     command = [tmp_path / "a.png", "--model", vit, "--output", tmp_path / "regions"]
@@ -166,12 +179,20 @@ def test_graphs_are_measured_on_images_with_masks(tmp_path, capsys):
         for folder, picture in (("images", pixels), ("masks", mask)):
             (tmp_path / "data" / folder / split).mkdir(parents=True, exist_ok=True)
             Image.fromarray(picture).save(tmp_path / "data" / folder / split / f"{number}.png")
-    assert run(tmp_path / "data", "--model", MODEL, "--evaluate", 8, "--output", tmp_path / "out") == 0
-    rows = json.loads((tmp_path / "out" / "graphs.json").read_text())["rows"]
+    measure = [tmp_path / "data", "--model", MODEL, "--output", tmp_path / "out"]
+    assert run(*measure, "--evaluate", 100) == 0
+    record = json.loads((tmp_path / "out" / "graphs.json").read_text())
+    rows = record["rows"]
+    assert record["dataset"]["number"] == 8  # there are no more
     assert list(rows) == [f"{MODEL.name}, {graph}" for graph in ("qk", "vv", "features")]
     for row in rows.values():
         assert row["oracle_miou"] > 0.6 and 0 < row["cluster_miou"] <= 1
     assert "oracle_miou" in capsys.readouterr().out
+    assert run(*measure, "--evaluate", 8, "--seed", 5) == 0
+    assert json.loads((tmp_path / "out" / "graphs.json").read_text())["rows"] != rows
+    capsys.readouterr()
+    assert run(*measure, "--evaluate", 8, "--graph", "qk", "--n_clusters", 3) == 2
+    assert "--evaluate measures all graphs in the same way: leave out --graph, --n_clusters" in capsys.readouterr().err
 
 
 def test_graphs_need_masks(tmp_path, capsys):

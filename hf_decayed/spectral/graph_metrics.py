@@ -45,6 +45,7 @@ def evaluate_graphs(
     splits = load_image_splits(dataset_name=data if bundled else None, dataset_path=None if bundled else data)
     if splits.mask_column is None:
         raise DataError(f"'{data}' has no masks, which --evaluate compares regions with.")
+    num_images = min(num_images, len(splits.held_out))
     rows, fingerprints = {}, {}
     for model, name in models.items():
         for graph in GRAPHS:
@@ -65,9 +66,7 @@ def evaluate_graphs(
     return f"{table}\n{num_images} held-out images of {splits.name}; {folder / 'graphs.json'}"
 
 
-def graph_metrics(
-    segmenter: Segmenter, splits: ImageSplits, num_images: int, layers, seed: int = 0
-) -> dict[str, float]:
+def graph_metrics(segmenter: Segmenter, splits: ImageSplits, num_images: int, seed: int = 0) -> dict[str, float]:
     """Oracle mIoU of the regions of single images; mIoU of clusters of all images; position in the embedding of all."""
     images = EvaluationDataset(
         take_subset(splits.held_out, num_images),

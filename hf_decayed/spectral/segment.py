@@ -1,10 +1,14 @@
 """`hf-decayed segment`: regions of images in files, by one or several models, as pictures."""
 
+import hashlib
+import inspect
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 from tqdm.auto import tqdm
 
 from ..data.decoding import decode_image
@@ -17,6 +21,8 @@ from .segmenter import Segmentation, Segmenter, to_picture
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
 PICTURES = ("overlay", "rgb", "mask")
+SOURCE_TEXT = "source_sha256"  # in a picture: of the image file that it shows
+GRID_FILE = "grid.png"
 GRID_IMAGES = 12
 GRID_SIDE = 128  # pixels of a picture in the grid
 TITLE_HEIGHT = 16
@@ -48,27 +54,29 @@ def segment(
         evaluate (`int`, *optional*):
             Measures all graphs on this many held-out images with masks instead, see [`evaluate_graphs`].
     """
-    if evaluate is not None:
-        return evaluate_graphs(
-            str(images), model_names(models), output, evaluate, layers, seed, revision, trust_remote_code
-        )
-    files = list_images(Path(images))
-    names = model_names(models)
     settings = {"graph": graph, "n_clusters": n_clusters, "n_components": n_components, "solver": solver, "seed": seed}
+    names = model_names(models)
+    if evaluate is not None:
+        defaults = inspect.signature(segment).parameters
+        if unused := [name for name, value in settings.items() if name != "seed" and value != defaults[name].default]:
+            raise UserError(f"--evaluate measures all graphs in the same way: leave out --{', --'.join(unused)}.")
+        return evaluate_graphs(str(images), names, output, evaluate, layers, seed, revision, trust_remote_code)
+    files = list_images(Path(images), written=[Path(output) / name for name in [*names.values(), GRID_FILE]])
     rows: dict[str, list[Image.Image]] = {}
     for model, name in names.items():
         segmenter = Segmenter.from_pretrained(model, revision, trust_remote_code, layers=layers, **settings)
         folder = Path(output) / name
         prepare_folder(folder, {**settings, "layers": layers, "model": model_fingerprint(segmenter.model)})
         for number, (file, stem) in enumerate(tqdm(files.items(), desc=name, unit="image")):
-            if not is_complete(folder, stem):
-                save_segmentation(segmenter(load_image(file, number)), folder, stem)
+            source = hashlib.sha256(file.read_bytes()).hexdigest()
+            if not is_complete(folder, stem, source):
+                save_segmentation(segmenter(load_image(file, number)), folder, stem, source)
         shown = list(files.items())[:GRID_IMAGES]
         rows[f"{name} - regions"] = [load_picture(folder / f"{stem}_overlay.png") for _, stem in shown]
         rows[f"{name} - features of the last layer, one set of colours"] = feature_pictures(
             segmenter, [load_image(file, number) for number, (file, _) in enumerate(shown)]
         )
-    save_rows(Path(output) / "grid.png", rows)
+    save_rows(Path(output) / GRID_FILE, rows)
     counts = [
         f"{number} {word}{'s' if number > 1 else ''}"
         for number, word in ((len(files), "image"), (len(names), "model"))
@@ -76,13 +84,20 @@ def segment(
     return f"{' by '.join(counts)} (overlay, rgb, mask), grid.png: {output}"
 
 
-def list_images(path: Path) -> dict[Path, str]:
-    """Image files, each with the path of its pictures."""
+def list_images(path: Path, written: Sequence[Path] = ()) -> dict[Path, str]:
+    """Image files, each with the path of its pictures; without the files and folders that the command has `written`."""
     if path.is_file():
         return {path: path.stem}
     if not path.is_dir():
         raise DataError(f"There is nothing at '{path}'.")
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    own = {file.resolve() for file in written}
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix.lower() in SUFFIXES
+        and file.is_file()
+        and own.isdisjoint([file.resolve(), *file.resolve().parents])
+    )
     if not files:
         raise DataError(f"There are no images in '{path}': files with the ending {', '.join(sorted(SUFFIXES))}.")
     stems = {file: str(file.relative_to(path).with_suffix("")) for file in files}
@@ -126,18 +141,28 @@ def prepare_folder(folder: Path, settings: dict) -> None:
     record.write_text(json.dumps({"settings": settings, "versions": versions()}, indent=2) + "\n")
 
 
-def is_complete(folder: Path, stem: str) -> bool:
-    return all((folder / f"{stem}_{picture}.png").exists() for picture in PICTURES)
+def is_complete(folder: Path, stem: str, source: str) -> bool:
+    """Whether the pictures are there, and of this image: each names the hash of the file that it was made from."""
+    for picture in PICTURES:
+        try:
+            with Image.open(folder / f"{stem}_{picture}.png") as image:
+                if image.info.get(SOURCE_TEXT) != source:
+                    return False
+        except OSError:
+            return False
+    return True
 
 
-def save_segmentation(segmentation: Segmentation, folder: Path, stem: str) -> None:
+def save_segmentation(segmentation: Segmentation, folder: Path, stem: str, source: str) -> None:
     """Writes the three pictures, each of them complete or not at all."""
+    text = PngInfo()
+    text.add_text(SOURCE_TEXT, source)
     for picture in PICTURES:
         path = folder / f"{stem}_{picture}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
         try:
-            getattr(segmentation, picture).save(temporary, "PNG")
+            getattr(segmentation, picture).save(temporary, "PNG", pnginfo=text)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
