@@ -31,7 +31,7 @@ from hf_decayed.evaluation.generation import (
     pixel_features,
     sample_scores,
 )
-from hf_decayed.evaluation.sampling import sample
+from hf_decayed.evaluation.sampling import prepare_samples_dir, sample
 from hf_decayed.evaluation.tables import markdown_table
 from hf_decayed.models.transformer_decayed_sit import DecayedSiTTransformer2DModel
 from hf_decayed.models.unet_decayed_uvit import DecayedUViT2DModel
@@ -92,6 +92,22 @@ def test_samples_are_the_same_from_a_folder_and_an_npz_file(tmp_path, channels):
     np.savez(tmp_path / "floats.npz", arr_0=pixels / 255)
     with pytest.raises(DataError, match="no bytes"):
         SampledImages(tmp_path / "floats.npz")
+
+
+def test_samples_are_read_as_other_images_are(tmp_path):
+    """16 bits are scaled, transparency is white."""
+    Image.fromarray(np.full((4, 4), 257 * 100, dtype=np.uint16)).save(tmp_path / "0.png")
+    assert SampledImages(tmp_path)[0].tolist() == np.full((4, 4, 1), 100).tolist()
+    Image.new("RGBA", (4, 4), (9, 9, 9, 0)).save(tmp_path / "0.png")
+    assert SampledImages(tmp_path)[0].tolist() == np.full((4, 4, 3), 255).tolist()
+
+
+def test_a_folder_of_samples_holds_one_dtype(tmp_path):
+    """float32 is left out of the record, and is another dtype all the same."""
+    assert prepare_samples_dir(tmp_path / "samples", {"seed": 0, "dtype": "bfloat16"}) == []
+    (tmp_path / "samples" / "shards" / "0.npz").touch()
+    with pytest.raises(UserError, match="dtype bfloat16 -> float32"):
+        prepare_samples_dir(tmp_path / "samples", {"seed": 0})
 
 
 def test_real_images_are_prepared_as_samples_are(tmp_path):

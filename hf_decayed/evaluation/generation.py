@@ -28,6 +28,7 @@ from ..data.shards import Encoder
 from ..data.sources import ImageSplits
 from ..data.transforms import CenterCropProcessor
 from ..errors import DataError, UserError, explain_loading_errors
+from ..models.image_processing_decayed import to_pixels
 from ..provenance import model_fingerprint
 from .encoders import count_skipped
 from .features import Extraction, hash_json, transformer_encoder
@@ -250,8 +251,9 @@ class SampledImages(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> np.ndarray:
         image = self.images[index]
         if isinstance(image, Path):
-            image = Image.open(image)
-            image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+            with Image.open(image) as opened:
+                is_grey = opened.mode in ("1", "L", "LA") or opened.mode.startswith(("I", "F"))
+                image = to_pixels(opened, 1 if is_grey else 3)
         return image if image.ndim == 3 else image[..., None]
 
     def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:

@@ -275,10 +275,10 @@ def prepare_samples_dir(output: Path, settings: dict) -> list[str]:
     """Creates the folder, or checks that an existing one has the same settings; returns the formats that are finished."""
     record = output / "sampling.json"
     if record.exists():
-        recorded = read_json(record)
+        recorded = {"dtype": "float32"} | read_json(record)  # which is left out of `settings`
         changed = [
             f"{name} {recorded.get(name)} -> {value}"
-            for name, value in settings.items()
+            for name, value in ({"dtype": "float32"} | settings).items()
             if recorded.get(name) != value
         ]
         started = recorded.get("finished") or any((output / "shards").glob("[!.]*"))
