@@ -18,7 +18,7 @@ def results_tables(results: dict) -> str:
         best = results["best"].get(metric)
         if best:
             lines += [f"best: {best}, {format_metric(metric, results['rows'][best][metric])}"]
-        if "pixels" in results["rows"]:
+        if metric in results["rows"].get("pixels", {}):
             lines += [f"raw pixels: {format_metric(metric, results['rows']['pixels'][metric])}", ""]
     return "\n".join(lines)
 
