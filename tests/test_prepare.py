@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT
-from datasets import ClassLabel, Dataset, Features
+from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
 from datasets import Image as ImageFeature
 from PIL import Image
 
@@ -161,6 +161,20 @@ def test_several_labels_stay(tmp_path):
     assert list(splits.train["fine"]) == rows["fine"] and splits.train[0]["img"].size == (25, 20)
 
 
+def test_splits_of_any_name_stay_apart(tmp_path):
+    numbers = {"train": 6, "train_extra": 4, "unlabeled": 5, "validation": 3}
+    rows = {
+        split: Dataset.from_dict({"image": [photo(8, 8, seed) for seed in range(number)]}).cast_column(
+            "image", ImageFeature()
+        )
+        for split, number in numbers.items()
+    }
+    DatasetDict(rows).save_to_disk(tmp_path / "rows")
+    prepare_images(str(tmp_path / "rows"), tmp_path / "small", size=4)
+    prepared = load_dataset(str(tmp_path / "small"), cache_dir=str(tmp_path / "cache"))
+    assert {split: len(rows) for split, rows in prepared.items()} == numbers
+
+
 def test_what_was_cut_off_is_written_again(photos, tmp_path, monkeypatch):
     """An interrupted command: some shards are there, one is cut off, a temporary file is left; the end is the same."""
     prepare_images(str(photos), tmp_path / "whole", size=40, shard_size=4)
@@ -184,13 +198,15 @@ def test_what_was_cut_off_is_written_again(photos, tmp_path, monkeypatch):
             prepare_images(str(photos), tmp_path / "again", size=40, shard_size=4)
     monkeypatch.undo()
     incomplete = tmp_path / "again.incomplete"
-    assert not (tmp_path / "again").exists() and len(list(incomplete.glob("*.parquet"))) == 3
-    first = sorted(incomplete.glob("*.parquet"))[0]
+    assert not (tmp_path / "again").exists() and len(list(incomplete.rglob("*.parquet"))) == 3
+    first = sorted(incomplete.rglob("*.parquet"))[0]
     first.write_bytes(first.read_bytes()[:-20])
     prepare_images(str(photos), tmp_path / "again", size=40, shard_size=4)
     assert not incomplete.exists()
-    for path in (tmp_path / "whole").glob("*.parquet"):
-        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    written = sorted((tmp_path / "whole" / "data").iterdir())
+    assert len(written) > 3
+    for path in written:
+        assert (tmp_path / "again" / "data" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.slow

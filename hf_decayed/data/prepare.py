@@ -57,7 +57,7 @@ def prepare_images(
         return f"'{output}' holds these images already"
     folder = output.with_name(output.name + ".incomplete")
     shards = (read_record(folder, identity) or {}).get("shards", {})  # those that an earlier command has written
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "data").mkdir(parents=True, exist_ok=True)  # where `datasets` takes splits of any name
     write_record(folder, {**identity, "shards": shards})  # first of all: a folder without a record is not continued
 
     root = Path(data).resolve() if is_path else None
@@ -70,7 +70,7 @@ def prepare_images(
         for split, rows in splits.items():
             starts = range(0, len(rows), shard_size)
             for index, start in enumerate(starts):
-                path = folder / f"{split}-{index:05d}-of-{len(starts):05d}.parquet"
+                path = folder / "data" / f"{split}-{index:05d}-of-{len(starts):05d}.parquet"
                 shard = range(start, min(start + shard_size, len(rows)))
                 if not path.exists() or shards.get(path.name, {}).get("sha256") != file_digest(path):
                     jpeg_quality = None if uncompressed else quality
@@ -84,11 +84,12 @@ def prepare_images(
     about = {"held_out_rule": held_out_rule, "images": counts, "skipped": number - sum(counts.values())}
     command = " ".join(["hf-decayed", *sanitized_command()])
     write_record(folder, identity | about | {"shards": shards, "command": command, "versions": versions()})
-    for leftover in folder.glob(".writing-*"):  # of a command that was killed
+    # Of a command that was killed, or of one that still wrote splits beside the record.
+    for leftover in [*folder.rglob(".writing-*"), *folder.glob("*.parquet")]:
         leftover.unlink()
     os.replace(folder, output)
     skipped = f", {about['skipped']} skipped" if about["skipped"] else ""
-    megabytes = sum(path.stat().st_size for path in output.iterdir()) / 1e6
+    megabytes = sum(path.stat().st_size for path in output.rglob("*.*")) / 1e6
     return f"{sum(counts.values())} images{skipped} in {len(shards)} files, {megabytes:.1f} MB: {output}"
 
 
