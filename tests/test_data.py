@@ -3,6 +3,7 @@
 import io
 import itertools
 import tarfile
+import zipfile
 
 import numpy as np
 import pyarrow.parquet
@@ -16,7 +17,14 @@ from hf_decayed.data.datasets import EpochBatchSampler, EvaluationDataset, Strea
 from hf_decayed.data.decoding import decode_image, to_pixels
 from hf_decayed.data.inspection import ImageKind, inspect_images
 from hf_decayed.data.keyed_random import sample_generator
-from hf_decayed.data.sources import HELD_OUT_RULE, find_columns, load_image_splits, load_splits, split_validation
+from hf_decayed.data.sources import (
+    HELD_OUT_RULE,
+    find_columns,
+    load_image_splits,
+    load_splits,
+    rows_fingerprint,
+    split_validation,
+)
 from hf_decayed.data.transforms import (
     Augmentation,
     CenterCropProcessor,
@@ -202,6 +210,20 @@ def test_batches_cover_every_epoch_once_and_start_anywhere():
         EpochBatchSampler(10, 11, 0, 0, 1)
 
 
+def test_a_stream_of_images_in_an_archive_has_a_fingerprint(tmp_path):
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for number in range(3):
+            buffer = io.BytesIO()
+            Image.new("L", (4, 4), number).save(buffer, "PNG")
+            archive.writestr(f"{number}.png", buffer.getvalue())
+    paths = [f"zip://{number}.png::{tmp_path / 'images.zip'}" for number in range(3)]
+    rows = Dataset.from_dict({"image": paths}, features=Features({"image": ImageFeature()})).to_iterable_dataset()
+    others = Dataset.from_dict(
+        {"image": paths[:2]}, features=Features({"image": ImageFeature()})
+    ).to_iterable_dataset()
+    assert rows_fingerprint(rows, "image") == rows_fingerprint(rows, "image") != rows_fingerprint(others, "image")
+
+
 def test_every_kind_of_image():
     grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
     colour = np.stack([grey, 2 * grey, 3 * grey], -1)
@@ -215,6 +237,8 @@ def test_every_kind_of_image():
     assert to_pixels(Image.fromarray(colour).convert("CMYK"), 3).shape == (8, 8, 3)
     deep = Image.fromarray(grey.astype(np.uint16) * 1000)
     assert np.abs(to_pixels(deep, 1)[..., 0].astype(int) - (grey.astype(int) * 1000) // 257).max() <= 1
+    assert to_pixels(Image.fromarray(np.full((8, 8), 200, dtype=np.uint16)), 1).max() == 0  # nearly black in 16 bits
+    assert to_pixels(Image.fromarray(grey.astype(np.float32) / 255), 1).max() == grey.max()  # floats from 0 to 1
     assert to_pixels(Image.fromarray(grey > 31), 1).max() == 255  # one bit
     buffer = io.BytesIO()
     exif = Image.Exif()

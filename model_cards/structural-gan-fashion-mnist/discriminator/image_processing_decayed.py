@@ -46,7 +46,11 @@ def to_plain_image(image: Image.Image, num_channels: int) -> Image.Image:
         values = np.asarray(image, dtype=np.float64)
         if not np.isfinite(values).all():
             raise ValueError("it holds NaN or infinity")
-        top = 65535.0 if values.max() > 255 else 255.0
+        brightest = values.max()
+        if image.mode.startswith("I;16") or brightest > 255:
+            top = 65535.0
+        else:  # mode I does not tell its depth; floating point is often in [0, 1]
+            top = 1.0 if image.mode == "F" and brightest <= 1 else 255.0
         image = Image.fromarray(np.clip(values * (255.0 / top), 0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
