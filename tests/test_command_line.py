@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +21,7 @@ from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEModel, __version__, com
 from hf_decayed.cli import main, training_scripts
 from hf_decayed.command_line import OneLineParser, count_cores, set_cpu_threads, time_thread_counts
 from hf_decayed.evaluation.arguments import QUICK_IMAGES, parse_arguments
+from hf_decayed.evaluation.feature_files import load_named_images, write_file
 
 
 def error_of(capsys, call, *arguments) -> str:
@@ -148,6 +151,18 @@ def test_features_of_a_folder(photos, tmp_path, capsys):
     assert [row["name"] for row in rows] == names and rows[9]["label"] == "dogs" and len(rows[0]["feature"]) == 32
     assert main([*command, str(tmp_path / "features.csv")]) == 2
     assert "--output must end in .safetensors or .parquet, got 'features.csv'" in capsys.readouterr().err
+
+
+def test_features_of_images_with_masks_or_without_some_labels(photos, tmp_path, monkeypatch):
+    (tmp_path / "seg").mkdir()
+    for folder in ("images", "masks"):
+        shutil.copytree(photos / "cats", tmp_path / "seg" / folder)
+    monkeypatch.chdir(tmp_path)
+    assert load_named_images(Path("seg"))[1] == [f"images/{number}.png" for number in range(5)]
+    classes = ["cat", "dog"]
+    write_file(tmp_path / "features.parquet", torch.zeros(2, 3), torch.tensor([1, -1]), ["a", "b"], classes, {})
+    rows = pyarrow.parquet.read_table(tmp_path / "features.parquet").to_pylist()
+    assert [row["label"] for row in rows] == ["dog", None]
 
 
 def test_an_error_is_repeated_below_the_traceback_of_a_launcher():

@@ -1,6 +1,7 @@
 """Masks: the geometry of their images, the layouts of segmentation benchmarks, errors that name the image."""
 
 import io
+import os
 
 import numpy as np
 import pytest
@@ -181,6 +182,18 @@ def test_layouts_on_disk(tmp_path, build, zero_is_ignored):
     expected = [255, 0] if zero_is_ignored else [0, 2] if build is voc else [0, 1]
     assert images.__getitems__([0, 1])["masks"][:, 0, 0].tolist() == expected
     assert next(iter(load_image_splits(dataset_path=str(tmp_path), streaming=True).train))["mask"].size == (8, 8)
+
+
+def test_changed_files_have_another_fingerprint(tmp_path):
+    """The key of cached features."""
+    parallel("images", "masks", "train", "val")(tmp_path)
+    before = load_image_splits(dataset_path=str(tmp_path))
+    assert load_image_splits(dataset_path=str(tmp_path)).train._fingerprint == before.train._fingerprint
+    file = next((tmp_path / "images" / "train").iterdir())
+    os.utime(file, ns=(0, 0))
+    after = load_image_splits(dataset_path=str(tmp_path))
+    assert after.train._fingerprint != before.train._fingerprint
+    assert after.held_out._fingerprint == before.held_out._fingerprint
 
 
 def test_folders_without_splits_hold_out_some_images(tmp_path):

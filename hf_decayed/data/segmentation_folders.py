@@ -13,6 +13,7 @@ from pathlib import Path
 
 from datasets import Dataset, Features
 from datasets import Image as ImageFeature
+from datasets.fingerprint import Hasher
 
 from ..errors import DataError
 
@@ -50,12 +51,16 @@ class SegmentationFolder:
 
     def splits(self) -> dict[str, Dataset]:
         """Data sets with the columns `image` and `mask`, which hold paths."""
-        features = Features({"image": ImageFeature(), "mask": ImageFeature()})
-        return {split: Dataset.from_dict(as_columns(pairs), features=features) for split, pairs in self.files.items()}
+        return {split: paths_dataset(pairs) for split, pairs in self.files.items()}
 
 
-def as_columns(pairs: list[tuple[Path, Path]]) -> dict[str, list[str]]:
-    return {"image": [str(image) for image, _ in pairs], "mask": [str(mask) for _, mask in pairs]}
+def paths_dataset(pairs: list[tuple[Path, Path]]) -> Dataset:
+    """Paths as a data set whose fingerprint, the key of cached features, changes when a file does."""
+    features = Features({"image": ImageFeature(), "mask": ImageFeature()})
+    columns = {"image": [str(image) for image, _ in pairs], "mask": [str(mask) for _, mask in pairs]}
+    files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for pair in pairs for file in pair]
+    rows = Dataset.from_dict(columns, features=features)
+    return Dataset(rows.data, rows.info, fingerprint=Hasher.hash(files))
 
 
 def find_segmentation_folder(path: Path) -> SegmentationFolder | None:

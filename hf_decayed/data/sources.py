@@ -12,6 +12,7 @@ from datasets import Image as ImageFeature
 from datasets.exceptions import DatasetsError
 
 from ..errors import DataError
+from .decoding import open_image, read_content
 from .procedural import HELD_OUT_SEED, OTHER_VIEW_SEED, TRAIN_SEED, VARIANTS, ProceduralViews, render_dataset
 from .segmentation_folders import SegmentationFolder, find_segmentation_folder
 
@@ -343,7 +344,9 @@ def rows_fingerprint(dataset: Dataset | IterableDataset, image_column: str) -> s
         rows = encoded.select(np.unique(np.linspace(0, len(dataset) - 1, FINGERPRINT_ROWS).astype(int)))
     for row in rows:
         record = row[image_column]
-        content = record["bytes"] if record["bytes"] is not None else Path(record["path"]).read_bytes()
+        content = read_content(record)
+        if content is None:  # a stream from a server or an archive
+            content = open_image(record).tobytes()
         digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()[:16]
 

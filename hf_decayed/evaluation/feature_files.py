@@ -13,6 +13,7 @@ from transformers import AutoImageProcessor, AutoModel
 
 from ..command_line import set_cpu_threads
 from ..data.datasets import EvaluationDataset
+from ..data.prepare import relative_name
 from ..data.shards import encode_dataset
 from ..data.sources import find_columns, load_path, read_class_names
 from ..errors import DataError, UserError, explain_loading_errors
@@ -86,7 +87,8 @@ def load_named_images(path: Path) -> tuple[Dataset, list[str], str, str | None]:
     names = []
     for record, number in zip(records, numbers):
         file = Path(record["path"]) if record["path"] and record["bytes"] is None else None
-        names.append(number if file is None else file.relative_to(path.resolve()).as_posix())
+        name = relative_name(str(file.resolve()), path.resolve()) if file is not None else None
+        names.append(name or number)
     return rows, names, image_column, label_column
 
 
@@ -102,6 +104,6 @@ def write_file(
         metadata = {**origin, "names": json.dumps(names), "classes": json.dumps(classes)}
         save_file({"features": features.contiguous(), "labels": labels}, path, metadata=metadata)
         return
-    labels_by_name = [classes[label] if classes else None for label in labels.tolist()]
+    labels_by_name = [classes[label] if classes and label >= 0 else None for label in labels.tolist()]  # -1: none
     columns = {"name": names, "label": labels_by_name, "feature": features.numpy()}
     Dataset.from_dict(columns).to_parquet(path)
