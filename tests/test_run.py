@@ -260,7 +260,7 @@ def test_a_signal_before_the_loop_leaves_cleanly(signal_number, tmp_path):
     _, errors = process.communicate()
     assert process.returncode == 130 and "Traceback" not in errors
     last = errors.strip().splitlines()[-1]
-    assert f"mae.py: stopped by {signal_number.name} before the first step; nothing was changed" in last
+    assert f"mae.py: stopped by {signal_number.name} before the first step" in last
     run_script("mae.py", *MAE, "--max_train_steps", 2, "--output_dir", tmp_path / "out")
 
 
@@ -367,6 +367,7 @@ def test_a_recipe_compares_with_shipped_checkpoints_of_its_images(tmp_path, monk
     assert all(Path(source, "config.json").exists() for source in options.compare)
     for others in (["--dataset_name", "bundled"], ["--set", "image_size=56"], ["--compare"], ["--recipe", "grey"]):
         assert mae.parse_arguments(others)[0].compare == []
+    assert len(mae.parse_arguments(["--set", "patch_size=7"])[0].compare) == 2  # however they are cut into patches
     assert mae.parse_arguments(["--compare", "a", "b"])[0].compare == ["a", "b"]
     assert mae.parse_arguments(["--init_from", "model"])[0].decay_warmup is None  # it is for a new network
     assert mae.parse_arguments(["--init_from", "model", "--decay_warmup", "0.5"])[0].decay_warmup == 0.5
@@ -451,6 +452,49 @@ def test_a_checkpoint_runs_no_code(tmp_path):
         with pytest.warns(UserWarning, match="Skipping the checkpoint 'step-00000003'"):
             assert find_checkpoint("latest", tmp_path / "checkpoints") is None
     assert not (tmp_path / "code_was_run").exists()
+
+
+def test_the_limit_keeps_the_checkpoint_that_was_just_written(tmp_path):
+    """Also after going back to an earlier step, and beside damaged checkpoints of later ones."""
+    accelerator, parts = Accelerator(cpu=True), {"model": {"weight": torch.ones(2)}}
+    for step in (1000, 2000, 3000):
+        save_checkpoint(accelerator, tmp_path, step, {"signature": {}}, parts, limit=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00002000", "step-00003000"]
+    (tmp_path / "step-00003000" / "manifest.json").unlink()
+    for limit, kept in ((2, ["step-00001500"]), (1, ["step-00001500"])):
+        written = save_checkpoint(accelerator, tmp_path, 1500, {"signature": {}}, parts, limit)
+        assert [path.name for path in sorted(tmp_path.iterdir())] == kept
+        assert find_checkpoint("latest", tmp_path) == written
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.warns(UserWarning, match="No checkpoint at step 3: it could not be written .*Not a directory"):
+        assert save_checkpoint(Accelerator(cpu=True), tmp_path / "checkpoints", 3, {}, {}, limit=None) is None
+
+
+def test_what_older_versions_did_not_record_is_no_other_run():
+    check_signature(
+        "step-1", {"seed": 0, "mixed_precision": None}, {"seed": 0, "mixed_precision": "no", "decoded": "a"}
+    )
+    with pytest.raises(UserError, match="decoded a -> b, mixed_precision bf16 -> no"):
+        saved = {"decoded": "a", "mixed_precision": "bf16"}
+        check_signature("step-1", saved, {"decoded": "b", "mixed_precision": "no"})
+
+
+def test_a_size_on_the_command_line_replaces_that_of_a_recipe(capsys):
+    fields = mae.parse_arguments(["--size", "large", "--set", "decoder_hidden_size=32"])[0].fields
+    assert fields == {
+        "image_size": 28,
+        "patch_size": 4,
+        "num_channels": 3,
+        "norm_pix_loss": True,
+        "decoder_hidden_size": 32,
+    }
+    assert mae.parse_arguments([])[0].fields["hidden_size"] == 96
+    with pytest.raises(SystemExit):
+        mae.parse_arguments(["--init_from", "model", "--size", "large"])
+    assert "--size: --init_from brings its own sizes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

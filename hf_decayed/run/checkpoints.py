@@ -46,14 +46,18 @@ def save_checkpoint(
         limit (`int`, *optional*): Checkpoints to keep.
     """
     target, temporary = folder / f"step-{step:08d}", folder / f".writing-step-{step:08d}"
-    error = None
-    try:
-        if accelerator.is_main_process:
+    error: Exception | None = None
+    if accelerator.is_main_process:
+        try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        save_state(temporary / random_file(accelerator), random_state(accelerator.device))
-        if accelerator.is_main_process:
+        except OSError as caught:
+            error = caught
+    accelerator.wait_for_everyone()  # outside of any `try`, where one process alone might not reach it
+    try:
+        if error is None:
+            save_state(temporary / random_file(accelerator), random_state(accelerator.device))
+        if error is None and accelerator.is_main_process:
             for name, part in parts.items():
                 save_state(temporary / f"{name}.safetensors", part)
     except WRITE_ERRORS as caught:
@@ -69,7 +73,11 @@ def save_checkpoint(
             shutil.rmtree(target, ignore_errors=True)
             os.replace(temporary, target)
             sync_to_disk(folder)
-            for old in sorted(folder.glob("step-*"))[: -limit if limit else 0]:
+            steps = sorted(folder.glob("step-*"))
+            # Those of later steps are damaged, or of before the run was taken back to an earlier step.
+            later = [path for path in steps if path.name > target.name]
+            earlier = steps[: len(steps) - len(later)]
+            for old in later + earlier[: -limit if limit else 0]:
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as caught:
             error = caught
@@ -77,7 +85,8 @@ def save_checkpoint(
         return target
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
-        warnings.warn(f"No checkpoint at step {step}: it could not be written ({error}).", stacklevel=2)
+        reason = error or "another process could not write; do all machines share the folder?"
+        warnings.warn(f"No checkpoint at step {step}: it could not be written ({reason}).", stacklevel=2)
     return None
 
 
