@@ -24,7 +24,7 @@ from hf_decayed.data.transforms import Augmentation
 from hf_decayed.errors import explain_loading_errors
 from hf_decayed.models.image_processing_decayed import default_image_processor
 from hf_decayed.provenance import model_fingerprint
-from hf_decayed.run import Run, script_main, warmup_cosine
+from hf_decayed.run import Run, format_loss, script_main, warmup_cosine
 from hf_decayed.run.arguments import (
     ScriptParser,
     add_image_arguments,
@@ -116,7 +116,7 @@ def main():
     model, optimizer = run.prepare(model=model, optimizer=optimizer)
 
     # Resume.
-    run.resume(model=pretrained, dataset=splits.name, fingerprint=splits.fingerprint())
+    run.resume(model=pretrained, dataset=splits.name, fingerprint=splits.fingerprint(), decoded=images.source)
 
     # Loop.
     for batch in run.batches(images):
@@ -145,7 +145,7 @@ def main():
     dataset = {"name": splits.name, "fingerprint": images.fingerprint(), "number": len(images)}
     results = run.results({**measured, "dataset": {**dataset, "held_out": splits.held_out_rule}})
     if run.is_main_process:
-        print(f"accuracy {100 * results['accuracy']:.1f} %, loss {results['loss']:.4f}, {results['seconds']:.0f} s")
+        print(f"accuracy {100 * results['accuracy']:.1f} %, {format_loss(results)}, {results['seconds']:.0f} s")
     run.finish(results, "model")
 
 

@@ -20,7 +20,7 @@ from hf_decayed.data.datasets import TrainingImages
 from hf_decayed.data.sources import load_image_splits
 from hf_decayed.data.transforms import Augmentation
 from hf_decayed.models.image_processing_decayed import default_image_processor
-from hf_decayed.run import Run, script_main, warmup_cosine
+from hf_decayed.run import Run, format_loss, script_main, warmup_cosine
 from hf_decayed.run.arguments import (
     ScriptParser,
     add_field_argument,
@@ -99,7 +99,7 @@ def main():
     model, optimizer = run.prepare(model=model, optimizer=optimizer)
 
     # Resume.
-    run.resume(dataset=splits.name, fingerprint=splits.fingerprint())
+    run.resume(dataset=splits.name, fingerprint=splits.fingerprint(), decoded=images.source)
     if run.step == 0:
         run.record(untrained)
 
@@ -131,7 +131,7 @@ def main():
     if run.is_main_process:
         print(
             f"accuracy {100 * results['accuracy']:.1f} %, effective rank {results['effective_rank']:.2f}, "
-            f"loss {results['loss']:.4f}, {results['seconds']:.0f} s"
+            f"{format_loss(results)}, {results['seconds']:.0f} s"
         )
     run.finish(results, "model")
 

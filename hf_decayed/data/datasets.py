@@ -73,6 +73,11 @@ class TrainingImages(torch.utils.data.Dataset):
         """Whether data loader workers help: images in memory are faster without."""
         return self.memory is None
 
+    @property
+    def source(self) -> str:
+        """How many images there are and how they are read, which decides in which precision they are cropped."""
+        return f"{len(self)} images {'decoded on demand' if self.uses_workers else 'in memory'}"
+
     def decode(self, index: int) -> np.ndarray | None:
         record = self.dataset[index][self.image_column]
         return decode_image(record, self.num_channels, index, self.on_bad_image)

@@ -111,7 +111,11 @@ def encode_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Features, labels and checksums of batches of indices, on the CPU, one batch at a time."""
     loader = torch.utils.data.DataLoader(
-        images, batch_sampler=batches, collate_fn=identity_collate, num_workers=num_workers
+        images,
+        batch_sampler=batches,
+        collate_fn=identity_collate,
+        num_workers=num_workers,
+        generator=torch.Generator(),  # its own: an evaluation must not advance the one of dropout
     )
     for batch in tqdm(loader, desc=description, unit="batch", disable=not accelerator.is_main_process, leave=False):
         yield encode_batch(encode, batch, accelerator)

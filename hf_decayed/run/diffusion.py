@@ -13,6 +13,7 @@ from ..data.sources import ImageSplits, load_image_splits, read_class_names
 from ..errors import DataError, explain_loading_errors
 from ..provenance import model_fingerprint
 from .monitors import SampleMonitor
+from .records import format_loss
 from .run import Run
 
 
@@ -132,5 +133,5 @@ def finish_diffusion(run: Run, pipeline, monitor: SampleMonitor, data: Diffusion
     )
     if run.is_main_process:
         distances = "".join(f", {name} {value:.2f}" for name, value in measured.items())
-        print(f"loss {results['loss']:.4f}{distances}, {results['seconds']:.0f} s")
+        print(f"{format_loss(results)}{distances}, {results['seconds']:.0f} s")
     run.finish(results, "pipeline, samples.png")

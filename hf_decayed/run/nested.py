@@ -32,7 +32,7 @@ from ..provenance import model_fingerprint
 from .arguments import RunOptions
 from .diffusion import DiffusionData
 from .monitors import SampleMonitor, evaluation_mode
-from .records import replace_text
+from .records import format_loss, replace_text
 from .run import Run
 
 
@@ -281,7 +281,7 @@ def measure_level(
     results = run.results({**measured, "level": level, **data.describe()})
     if run.is_main_process:
         distances = "".join(f", {name} {value:.2f}" for name, value in measured.items())
-        print(f"level {level}: loss {results['loss']:.4f}{distances}, {results['seconds']:.0f} s")
+        print(f"level {level}: {format_loss(results)}{distances}, {results['seconds']:.0f} s")
     return results
 
 

@@ -13,14 +13,16 @@ class MetricsFile:
     A full disk does not stop training: lines that could not be written are kept and written later.
     """
 
-    def __init__(self, path: Path, step: int, writing: bool):
+    def __init__(self, path: Path, step: int, writing: bool, before: Path | None = None):
+        """`before` is the file of the folder that the run was resumed from, if that is another one."""
         self.path, self.writing = path, writing
         self.lines: list[dict] = []
         self.pending = ""
         if writing:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if step and path.exists():
-                self.lines = [record for record in read_metrics(path) if record["step"] <= step]
+            before = path if path.exists() else before
+            if step and before is not None and before.exists():
+                self.lines = [record for record in read_metrics(before) if record["step"] <= step]
             replace_text(path, "".join(json.dumps(record) + "\n" for record in self.lines))
 
     def write(self, record: dict) -> None:
@@ -66,6 +68,11 @@ def read_metrics(path: Path) -> list[dict]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+def format_loss(results: dict) -> str:
+    """The loss of a run's results in words; a run that was resumed without its metrics may not know it."""
+    return "loss not recorded" if results["loss"] is None else f"loss {results['loss']:.4f}"
 
 
 def replace_text(path: Path, text: str) -> None:

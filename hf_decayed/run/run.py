@@ -205,7 +205,7 @@ class Run:
             return None, model
         if self.sharded:
             raise UserError(
-                "--ema_decay keeps a whole copy of the weights, which sharded training does not have: leave it out."
+                "--ema_decay keeps a whole copy of the weights, which sharded training does not have: give --ema_decay 0."
             )
         average = AveragedModel(
             model, multi_avg_fn=ema_with_warmup(self.options.ema_decay), use_buffers=use_buffers
@@ -222,6 +222,13 @@ class Run:
         """Models and optimizers as accelerate prepares them, in order; checkpoints hold them under these names."""
         for part in parts.values():
             if isinstance(part, torch.nn.Module):
+                if self.sharded and not isinstance(
+                    part, PreTrainedModel
+                ):  # `ModelMixin.save_pretrained` takes no state
+                    raise UserError(
+                        f"{type(part).__name__} is a network of diffusers, which cannot save sharded weights: train it "
+                        "without FSDP and DeepSpeed."
+                    )
                 self.print(f"{describe_model(part)}; {self.total_steps} steps of {self.options.batch_size}")
         # Every process has made the same model; dropout differs between processes from here on.
         set_seed(self.options.seed, device_specific=True)
@@ -259,11 +266,15 @@ class Run:
         self.signature = json.loads(
             json.dumps({**options.signature, "steps": self.total_steps, **signature}, default=str)
         )
-        if options.mixed_precision == "auto":  # what was chosen is part of the run
-            self.signature["mixed_precision"] = self.accelerator.mixed_precision
+        # What was chosen, by a trial or by the launcher, is part of the run.
+        self.signature["mixed_precision"] = self.accelerator.mixed_precision
         folder, path = options.output_dir / "checkpoints", None
         if options.resume_from_checkpoint:
             path = find_checkpoint(options.resume_from_checkpoint, folder)
+            if not (path and path.resolve().is_relative_to(folder.resolve())) and not options.overwrite_output_dir:
+                refuse_finished_model(
+                    options.output_dir, ["results.json"]
+                )  # weights alone are of a run that was killed
             if path is None:
                 self.print(f"no checkpoint in {folder}: starting from the beginning")
         elif self.is_main_process:
@@ -278,7 +289,8 @@ class Run:
                 reason = f"it has no {error}" if isinstance(error, KeyError) else format_error(error)
                 raise UserError(f"'{path.name}' does not fit this run: {reason[:300]}") from error
             self.print(f"resumed at step {self.step} from {path}")
-        self.log = MetricsFile(options.output_dir / "metrics.jsonl", self.step, self.is_main_process)
+        before = path and path.parent.parent / "metrics.jsonl"
+        self.log = MetricsFile(options.output_dir / "metrics.jsonl", self.step, self.is_main_process, before)
         self.accelerator.init_trackers(self.kind, config={name: str(value) for name, value in options.flags.items()})
         if self.is_main_process:
             with self.writing("arguments.json"):
@@ -328,7 +340,7 @@ class Run:
                     self.finish_step()
                     if self.step == self.total_steps:
                         break
-        self.in_loop = False
+        self.in_loop, self.signal.finishing = False, True
         self.bar.close()
         self.bad_images = self.count_bad_images()
 
@@ -622,9 +634,9 @@ def is_thread_count(value) -> bool:
     return isinstance(value, int) and value > 0
 
 
-def refuse_finished_model(folder: Path) -> None:
+def refuse_finished_model(folder: Path, signs=("results.json", "model_index.json", "model.safetensors")) -> None:
     """Refuses a folder with a finished model, which is replaced only if the user says so."""
-    for name in ("results.json", "model_index.json", "model.safetensors"):
+    for name in signs:
         if (folder / name).exists():
             raise UserError(
                 f"'{folder}' holds a finished model ({name}): name another --output_dir, or give --overwrite_output_dir to "
@@ -647,7 +659,13 @@ def clear_output_dir(folder: Path, overwrite: bool = False) -> None:
 
 def check_signature(name: str, saved: dict, signature: dict) -> None:
     """Refuses the checkpoint of another run, and names the flags that differ."""
-    changed = [f"{flag} {saved.get(flag)} -> {value}" for flag, value in signature.items() if saved.get(flag) != value]
+    # Older versions did not record what the launcher or the memory decided.
+    unknown = {flag for flag in ("mixed_precision", "decoded") if saved.get(flag) is None}
+    changed = [
+        f"{flag} {saved.get(flag)} -> {value}"
+        for flag, value in signature.items()
+        if saved.get(flag) != value and flag not in unknown
+    ]
     if changed:
         raise UserError(f"'{name}' belongs to another run ({', '.join(changed)}): resume with its flags.")
 
@@ -658,7 +676,7 @@ def script_main(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt as error:
-        print_error(name, error, f"stopped by {error or 'SIGINT'} before the first step; nothing was changed")
+        print_error(name, error, f"stopped by {error or 'SIGINT'} before the first step")
         sys.exit(130)
     except (UserError, StrictDataclassError, ValueError, OSError) as error:
         print_error(name, error)

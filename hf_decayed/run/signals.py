@@ -1,16 +1,17 @@
 """SIGTERM and Ctrl-C during training."""
 
+import os
 import signal
 
 
 class StopSignal:
     """Before the loop, a signal ends the script at once; during the loop, it takes effect when the step is done.
 
-    A second signal stops at once.
+    After the loop, the script finishes its evaluation. A second signal stops at once.
     """
 
     def __init__(self):
-        self.received, self.name, self.deferring = False, "another process", False
+        self.received, self.name, self.deferring, self.finishing = False, "another process", False, False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.receive)
 
@@ -19,6 +20,8 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
         if not self.deferring:
             raise KeyboardInterrupt(self.name)
+        if self.finishing:  # not by `print`, which the signal may have interrupted
+            os.write(2, b"\ntraining is done; the results follow, or press again to stop at once\n")
 
 
 def ignore_signals(worker: int) -> None:
