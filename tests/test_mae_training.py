@@ -25,6 +25,7 @@ from script_server import kill, start_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoImageProcessor, AutoModel, AutoModelForPreTraining, ViTMAEConfig, ViTMAEForPreTraining
 
+from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
 from hf_decayed.data.sources import load_splits
 
 
@@ -126,13 +127,33 @@ def test_a_run_and_its_resumption(recipe, tmp_path):
     for leftover in ("model.safetensors", "results.json"):
         (tmp_path / "whole" / leftover).unlink()
     flags = ["--resume_from_checkpoint", "latest", "--eval_every", 6, "--report_to", "tensorboard"]
-    resumed = run(recipe, tmp_path / "whole", *flags, "--compare", tmp_path / "first").stdout
-    assert "resumed at step 5" in resumed and re.search(r"this run +first +untrained +raw pixels", resumed)
+    config = DecayedViTMAEConfig.from_pretrained(tmp_path / "first", patch_size=8)  # as many patches as it likes
+    DecayedViTMAEForPreTraining(config).save_pretrained(tmp_path / "coarse")
+    resumed = run(recipe, tmp_path / "whole", *flags, "--compare", tmp_path / "first", tmp_path / "coarse").stdout
+    assert "resumed at step 5" in resumed and re.search(r"this run +first +coarse +untrained +raw pixels", resumed)
     results = json.loads((tmp_path / "whole" / "results.json").read_text())
     for name, value in results["compared"]["first"].items():
         assert results.get(name, value) == value, name
     assert_same_weights(tmp_path / "first", tmp_path / "whole")
     assert losses(tmp_path / "first") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_finished_again_elsewhere(recipe, tmp_path):
+    """From its last checkpoint, with the losses that were recorded beside it; and a finished model is not replaced."""
+    run(recipe, tmp_path / "whole", "--checkpointing_steps", 12)
+    last = tmp_path / "whole" / "checkpoints" / "step-00000012"
+    run(recipe, tmp_path / "again", "--checkpointing_steps", 12, "--resume_from_checkpoint", last)
+    assert_same_weights(tmp_path / "whole", tmp_path / "again")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints", ignore_errors=True)
+    for checkpoint in ("latest", last):
+        refused = run(recipe, tmp_path / "again", "--resume_from_checkpoint", checkpoint, code=2)
+        assert "holds a finished model (results.json): name another --output_dir" in refused.stderr
+    (tmp_path / "again" / "metrics.jsonl").unlink()
+    (tmp_path / "whole" / "metrics.jsonl").unlink()
+    flags = ["--checkpointing_steps", 12, "--overwrite_output_dir"]
+    assert "loss not recorded" in run(recipe, tmp_path / "again", "--resume_from_checkpoint", last, *flags).stdout
 
 
 @pytest.mark.slow

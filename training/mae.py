@@ -35,7 +35,7 @@ from hf_decayed.decay.continuation import continue_with_decay
 from hf_decayed.decay.own_models import has_fixed_alphas
 from hf_decayed.errors import UserError, explain_loading_errors
 from hf_decayed.models.image_processing_decayed import default_image_processor
-from hf_decayed.run import Run, adamw, script_main, warmup_cosine
+from hf_decayed.run import Run, adamw, format_loss, script_main, warmup_cosine
 from hf_decayed.run.arguments import (
     ScriptParser,
     add_decay_warmup_argument,
@@ -57,6 +57,12 @@ from hf_decayed.run.optimization import equivalent_groups
 SHIPPED = Path(__file__).resolve().parents[1] / "model_cards"
 # Token norms of a healthy encoder stay near the square root of its width; beyond this multiple, training has diverged.
 DIVERGED_NORM = 30.0
+# Fields of a recipe that a --size on the command line replaces.
+SIZE_FIELDS = {
+    f"{part}{name}"
+    for part in ("", "decoder_")
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+} | {"shortcut_decay"}
 # Metrics that are printed at the end, with their titles.
 SUMMARY = {
     "knn_accuracy": "kNN accuracy (%)",
@@ -132,8 +138,7 @@ def parse_arguments(arguments=None):
     )
 
     options, recipe = parser.parse(arguments)
-    # A checkpoint brings its own config, which only the command line may change.
-    options.fields = merge_fields(options, {} if options.init_from else recipe.get("fields", {}))
+    options.fields = merge_fields(options, recipe_fields(parser, options, recipe))
     try:
         DecayedViTMAEConfig.check_field_names(options.fields)
     except ValueError as error:
@@ -145,6 +150,18 @@ def parse_arguments(arguments=None):
     if options.compare == recipe.get("compare"):
         options.compare = shipped_checkpoints(options, recipe)
     return options, parser.run_options(options)
+
+
+def recipe_fields(parser: ScriptParser, options, recipe: dict) -> dict:
+    """Config fields of the recipe; a checkpoint brings its own config, and a size on the command line its own sizes."""
+    if options.init_from:
+        if named := {"preset", "size"} & parser.named:
+            parser.error(f"--{named.pop()}: --init_from brings its own sizes and architecture")
+        return {}
+    fields = recipe.get("fields", {})
+    if options.size != recipe.get("size", parser.get_default("size")):
+        fields = {name: value for name, value in fields.items() if name not in SIZE_FIELDS}
+    return fields
 
 
 def can_lower_decay(options) -> bool:
@@ -211,7 +228,7 @@ def main():
     model, optimizer = run.prepare(model=model, optimizer=optimizer)
 
     # Resume.
-    run.resume(dataset=splits.name, fingerprint=splits.fingerprint())
+    run.resume(dataset=splits.name, fingerprint=splits.fingerprint(), decoded=source)
     if run.step == 0:
         run.record(untrained)
 
@@ -305,7 +322,8 @@ def load_compared_models(sources: list[str], config) -> dict[str, DecayedViTMAEF
                 raise UserError(
                     f"--compare: '{source}' has {field} {getattr(model.config, field)}, this run {getattr(config, field)}."
                 )
-        models[Path(source).name] = model
+        name = Path(source).name
+        models[name if name not in models else source] = model
     return models
 
 
@@ -337,7 +355,7 @@ def load_training_images(options, run, splits, augmentation):
     )
     if images.bad_images:
         run.print(f"skipped {images.bad_images} images that cannot be decoded")
-    return images, f"{len(images)} images {'decoded on demand' if images.uses_workers else 'in memory'}"
+    return images, images.source
 
 
 def check_norm(norm: float, config, step: int) -> float:
@@ -367,7 +385,7 @@ def summary(results: dict) -> str:
             line += f"  {number:>{max(12, len(label))}}"
         lines.append(line.rstrip())
     skips = ", ".join(f"{increase:+.4f} (layer {layer})" for layer, increase in results["skip_use"].items())
-    lines.append(f"loss {results['loss']:.4f}; its rise without a skip: {skips or 'none (no skips)'}")
+    lines.append(f"{format_loss(results)}; its rise without a skip: {skips or 'none (no skips)'}")
     lines.append(f"{results['steps']} steps in {results['seconds']:.0f} s")
     return "\n".join(lines)
 

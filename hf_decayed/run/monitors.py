@@ -68,9 +68,6 @@ class RepresentationMonitor:
         order = torch.randperm(len(self.queries), generator=torch.Generator().manual_seed(0))
         batch = self.queries.__getitems__(order[:ABLATION_IMAGES].tolist())
         self.images, self.shown = batch["pixel_values"], class_turns(batch["labels"].tolist())[:PICTURE_IMAGES]
-        patches = math.prod(config.grid_size)
-        draws = [sample_generator(0, 0, index).random(patches) for index in range(len(self.images))]
-        self.noise = torch.stack([torch.from_numpy(draw).float() for draw in draws])
         self.model = None
 
     def evaluate(self, model) -> dict[str, float]:
@@ -86,8 +83,14 @@ class RepresentationMonitor:
                 metrics["knn_accuracy_cls"] = nearest_neighbours(bank, queries, "last.cls")
             images = self.images.to(self.accelerator.device)
             with self.accelerator.autocast():
-                increases = skip_ablation(model, images, self.noise.to(images.device))
+                increases = skip_ablation(model, images, self.mask_noise(model).to(images.device))
         return metrics | {f"skip_use_{layer}": increase for layer, increase in increases.items()}
+
+    def mask_noise(self, model) -> torch.Tensor:
+        """Noise of the masks, always the same for as many patches as this model has."""
+        patches = math.prod(model.config.grid_size)
+        draws = [sample_generator(0, 0, index).random(patches) for index in range(len(self.images))]
+        return torch.stack([torch.from_numpy(draw).float() for draw in draws])
 
     def evaluate_pixels(self) -> float | None:
         """kNN accuracy of raw pixels, the baseline that has learned nothing."""
@@ -102,7 +105,7 @@ class RepresentationMonitor:
         images = self.images[self.shown].to(self.accelerator.device)
         mean, std = list(self.processor.image_mean), list(self.processor.image_std)
         with evaluation_mode(self.model):
-            rows = reconstructions(self.model, images, self.noise[self.shown], mean, std)
+            rows = reconstructions(self.model, images, self.mask_noise(self.model)[self.shown], mean, std)
         if self.accelerator.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
             original, masked, reconstructed = rows
@@ -144,6 +147,8 @@ class PatchMonitor:
                     model.vit, self.processor, self.splits, None, self.metrics, self.extraction, self.accelerator
                 )
         except (UserError, ValueError) as error:  # must not cost a long run its other results
+            if self.accelerator.num_processes > 1:  # others may have had no error, and wait for this process
+                raise
             self.accelerator.print(f"patches are not evaluated: {format_error(error)}")
             return {}
         rows = results["rows"]
