@@ -68,6 +68,9 @@ def parse_arguments(arguments=None):
     protocol = replace(
         PROTOCOLS[options.protocol], **{name: value for name, value in changes.items() if value is not None}
     )
+    if not protocol.augment:
+        for name in sorted({"ema_decay", "max_grad_norm", "max_train_steps"} & parser.named):
+            parser.error(f"--{name} is for training with --augment true; features that are computed once need none")
     run_options = parser.run_options(options)
     run_options.batch_size = 0  # follows from the number of images
     return options, run_options, protocol
@@ -157,7 +160,8 @@ def train(options, run, protocol, classifier, encode, feature: str, fingerprint:
     average, evaluated = run.average(classifier, use_buffers=True)
 
     # Prepare. Every process steps on the whole batch: the classifier is small, and its batch norm sees all images.
-    run.track(model=classifier, optimizer=optimizer)
+    run.track(model=classifier)
+    (optimizer,) = run.prepare(optimizer=optimizer)  # fp16 scales its gradients
 
     # Resume.
     run.resume(model=fingerprint, feature=feature, protocol=asdict(protocol), fingerprint=images.fingerprint())
