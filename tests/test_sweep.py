@@ -6,6 +6,7 @@ Whole sweeps are in tests/test_supervised_scripts.py.
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import sweep
@@ -16,6 +17,7 @@ from sweep_report import write_report
 from sweep_tables import effect_table, format_tables
 
 from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
+from hf_decayed.errors import UserError
 from hf_decayed.models.image_processing_decayed import default_image_processor
 
 
@@ -231,6 +233,25 @@ def test_sweep_refuses_wrong_grids_in_one_line(content, flags, message, tmp_path
     assert error.value.code == 2 and message in printed and len(printed.splitlines()) == 1
 
 
+def test_sweep_does_not_mix_results(tmp_path):
+    """Of other settings or data, or by another feature network; half a line is a run to do again."""
+    file, options = tmp_path / "results.jsonl", SimpleNamespace(output_dir=tmp_path, feature_net="pixels")
+    run = {"name": "plain", "seed": 0, "key": "a"}
+    file.write_text('{"name": "plain", "se')
+    assert sweep.read_records(file) == []
+    sweep.write_record(file, run)
+    sweep.write_record(file, {**run, "seed": 1, "key": "b"})
+    records = sweep.read_records(file)
+    assert [record["key"] for record in records] == ["a", "b"]
+    sweep.check_records(records, [run], options)
+    with pytest.raises(UserError, match="holds results of 'plain' with other settings or data"):
+        sweep.check_records(records, [{**run, "key": "c"}], options)
+    with pytest.raises(UserError, match="holds results of 'plain' with other settings or data"):
+        sweep.check_records([*records, {**run, "key": "c"}], [], options)
+    with pytest.raises(UserError, match="holds samples compared by the feature network other"):
+        sweep.check_records([{**run, "samples": {}, "feature_net": "other"}], [run], options)
+
+
 @pytest.mark.parametrize(
     "files, expected",
     [
@@ -262,6 +283,7 @@ def test_sweep_evaluates_what_the_folder_holds(files, expected, tmp_path, monkey
     assert record == {
         "results": {"loss": 1.0},
         "curve": [{"step": 1, "loss": 1.0, "epoch": 0.1}],
+        **({"feature_net": "inception"} if expected else {}),
         **{name: {"rows": {}, "protocol": {}} for name in expected},
     }
     assert len(commands) == len(expected)

@@ -114,6 +114,7 @@ def main(arguments=None) -> None:
         source["label_column"] = options.label_column_name
     data["dataset_path"] = data["dataset_path"] and Path(data["dataset_path"]).name
     runs = expand(grid, data)
+    check_records(read_records(records_file), runs if not options.report else [], options)
     if not options.report:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         selected = [run for run in runs if options.only.search(run["name"])]
@@ -126,8 +127,7 @@ def main(arguments=None) -> None:
                         continue
                     print(f"run {number} of {len(selected)}: {run['name']}, seed {run['seed']}", flush=True)
                     record = {**run, **train_and_evaluate(run, folder, grid.get("evaluation", {}), options)}
-                    with records_file.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                    write_record(records_file, record)
             except Timeout:  # another process trains it
                 continue
     order = {run["name"]: index for index, run in enumerate(runs)}  # of the grid, whichever run finished first
@@ -158,7 +158,37 @@ def expand(grid: dict, data: dict) -> list[dict]:
 
 
 def read_records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The records of finished runs; a line that a killed process left half written is skipped, and its run done again."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def write_record(path: Path, record: dict) -> None:
+    """Appends a record as a line of its own, also after half a line."""
+    half = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+    with path.open("a") as file:
+        file.write(("\n" if half else "") + json.dumps(record) + "\n")
+
+
+def check_records(records: list[dict], runs: list[dict], options: argparse.Namespace) -> None:
+    """Refuses results of one run by other settings, on other data or by another feature network: tables would mix them."""
+    keys: dict[tuple, str] = {(run["name"], run["seed"]): run["key"] for run in runs}
+    for record in records:
+        key = keys.setdefault((record["name"], record["seed"]), record["key"])
+        if key != record["key"]:
+            raise UserError(
+                f"'{options.output_dir}' holds results of '{record['name']}' with other settings or data: name another "
+                "--output_dir."
+            )
+        network = record.get("feature_net", options.feature_net)
+        if runs and "samples" in record and network != options.feature_net:
+            raise UserError(
+                f"'{options.output_dir}' holds samples compared by the feature network {network}: give the same "
+                "--feature_net, or name another --output_dir."
+            )
 
 
 def train_and_evaluate(run: dict, folder: Path, evaluation: dict, options: argparse.Namespace) -> dict:
@@ -176,6 +206,7 @@ def train_and_evaluate(run: dict, folder: Path, evaluation: dict, options: argpa
         if options.feature_net:
             samples = {**evaluation.get("samples", {}), "feature_net": options.feature_net}
             evaluation = {**evaluation, "samples": samples}
+        record["feature_net"] = options.feature_net
         return {**record, **evaluate_pipeline(folder, evaluation, shared_flags)}
     if model.kind.classes[model.class_name].task == "image-classification":
         return record  # its training script has evaluated it
@@ -283,11 +314,14 @@ def format_value(value) -> str:
 def run_process(command: list[str], name: str) -> None:
     process = subprocess.Popen(command)
     try:
-        code = process.wait()
-    except KeyboardInterrupt:  # the process received the signal too, and writes its checkpoint
-        code = process.wait()
+        code, interrupted = process.wait(), False
+    except KeyboardInterrupt:  # the process received the signal too, and writes its checkpoint or its results
+        code, interrupted = process.wait(), True
     if code != 0:
         raise UserError(f"`{name}` ended with exit code {code}; its message is above.")
+    if interrupted:
+        print("stopped; run the same command to continue", flush=True)
+        sys.exit(0)
 
 
 def flops_per_image(model: torch.nn.Module) -> int:
