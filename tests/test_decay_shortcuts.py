@@ -3,7 +3,7 @@
 import copy
 import math
 import pickle
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import diffusers
 import numpy
@@ -493,6 +493,33 @@ def test_user_blocks_that_read_without_a_norm_are_not_folded(reader):
     assert decay_shortcuts(model.eval(), 0.6, blocks={MyBlock: BRANCHES})(tokens).shape == tokens.shape
 
 
+class CachingBlock(MyBlock):
+    """Keeps earlier tokens, counts its calls, and averages what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = nn.BatchNorm1d(8)
+
+    def forward(self, tokens, cache=None):
+        if cache is not None:
+            cache.tokens.append(tokens)
+        self.average(tokens.detach().flatten(0, 1))
+        return super().forward(tokens)
+
+
+def test_the_first_input_of_a_user_block_leaves_no_traces():
+    model = nn.ModuleList(CachingBlock() for _ in range(2)).train()
+    decay_shortcuts(model, 0.6, blocks={CachingBlock: BRANCHES})
+    tokens, cache = torch.randn(2, 5, 8, requires_grad=True), SimpleNamespace(tokens=[])
+    for block in model:
+        tokens = block(tokens, cache=cache)
+    assert len(cache.tokens) == 2 and cache.tokens[1].requires_grad  # the check copies tensors with a gradient, too
+    assert [block.average.num_batches_tracked.item() for block in model] == [1, 1]
+    expected = nn.BatchNorm1d(8)
+    expected(cache.tokens[0].flatten(0, 1))
+    torch.testing.assert_close(model[0].average.running_mean, expected.running_mean)
+
+
 class PostNormBlock(MyBlock):
     def forward(self, tokens):
         tokens = self.norm1(tokens + self.attn(tokens))
@@ -809,6 +836,25 @@ def test_models_that_read_hidden_states_are_not_folded():
     with pytest.raises(UserError, match="Dinov2Backbone reads hidden states without a norm"):
         fold_shortcuts(model)
     assert len(shortcut_alphas(model)) == 3
+
+
+def test_readers_outside_of_the_part_are_found():
+    """LLaVA takes a layer of its vision tower without a norm; a backbone, that of its encoder."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    text = transformers.LlamaConfig(**sizes, vocab_size=32, num_key_value_heads=2)
+    llava = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=text)
+    )
+    with pytest.raises(UserError, match="reads hidden states without a norm"):
+        decay_shortcuts(llava, 0.6, part="model.vision_tower", keep_function=True)
+    decayed = decay_shortcuts(llava, 0.6, part="model.vision_tower")
+    with pytest.raises(UserError, match="LlavaForConditionalGeneration reads hidden states without a norm"):
+        fold_shortcuts(decayed)
+    config = transformers.Dinov2Config(**sizes, image_size=16, patch_size=8, apply_layernorm=False)
+    backbone = decay_shortcuts(transformers.Dinov2Backbone(config), 0.6, part="encoder")
+    with pytest.raises(UserError, match="Dinov2Backbone reads hidden states without a norm"):
+        fold_shortcuts(backbone)
 
 
 def test_replaced_forward_is_refused():

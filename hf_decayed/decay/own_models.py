@@ -97,7 +97,7 @@ def own_stack(model: nn.Module) -> OwnStack | None:
         stack.modules.append(module)
         stack.blocks.append(replace(family.describe(module), stage=stage))
         alphas = (getattr(module, name) for name in family.alphas)  # numbers, or learned parameters
-        stack.alphas.append([torch.as_tensor(alpha, dtype=torch.float64).item() for alpha in alphas])
+        stack.alphas.append([float(alpha) for alpha in alphas])
     return stack
 
 

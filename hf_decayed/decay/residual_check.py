@@ -1,5 +1,8 @@
 """Checks on its first real input that a block is what the user says: `x + f(x)` with these readers and adders."""
 
+import copy
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -17,10 +20,11 @@ def check_residual_block(
     stream = kwargs[stream_name] if stream_name in kwargs else args[0]
 
     def run(stream: torch.Tensor) -> torch.Tensor:
-        if stream_name in kwargs:
-            output = forward(block, *args, **{**kwargs, stream_name: stream})
+        inputs, named = copy_caches((args, kwargs))
+        if stream_name in named:
+            output = forward(block, *inputs, **{**named, stream_name: stream})
         else:
-            output = forward(block, stream, *args[1:], **kwargs)
+            output = forward(block, stream, *inputs[1:], **named)
         return (output[0] if isinstance(output, tuple) else output) - stream
 
     name = type(block).__name__
@@ -39,15 +43,37 @@ def check_residual_block(
 
 
 def run_with_hooks(run, stream: torch.Tensor, block: nn.Module, names: list[str], register) -> torch.Tensor:
-    """Runs the block without side effects: no gradients, no random numbers used up, no hooks left."""
+    """Runs the block without side effects: no gradients, no random numbers used up, no buffers changed, no hooks left."""
     handles = [register(block.get_submodule(name)) for name in names]
     devices = [stream.device] if stream.device.type == "cuda" else []
+    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]  # such as the averages of a batch norm
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
             return run(stream)
     finally:
         for handle in handles:
             handle.remove()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def copy_caches(inputs):
+    """A copy of a block's arguments, of which it may change some, such as the keys and values of earlier tokens."""
+    copies = {id(tensor): tensor.detach().clone() for tensor in find_tensors(inputs)}
+    return copy.deepcopy(inputs, copies)  # which refuses to copy tensors that have a gradient function
+
+
+def find_tensors(value) -> Iterator[torch.Tensor]:
+    """All tensors in containers and in attributes of objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from (tensor for item in value.values() for tensor in find_tensors(item))
+    elif isinstance(value, (tuple, list)):
+        yield from (tensor for item in value for tensor in find_tensors(item))
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        yield from find_tensors(vars(value))
 
 
 def silence_output(module: nn.Module):

@@ -7,7 +7,7 @@ from .carrier import decayed_stacks, install, settings_alphas, update
 from .folding import checked_factors, fold_stacks, install_saving, remove_stacks, require_decay, scale_parameters
 from .own_models import decay_own_model, find_own_model, fold_own_model, require_own_stack, set_own_decay
 from .schedule import DecaySettings, check_choices, check_value, resolve_decay
-from .stacks import find_part, find_stack
+from .stacks import find_part, find_stack, hidden_states_refusal
 
 
 __all__ = ["decay_shortcuts", "fold_shortcuts", "remove_decay", "set_shortcut_decay", "shortcut_alphas"]
@@ -66,6 +66,7 @@ def decay_shortcuts(
             f"{type(model).__name__} is decayed already: use `set_shortcut_decay`, or `remove_decay` first."
         )
     stack = find_stack(find_part(model, part), blocks)
+    stack.fold_refusal = stack.fold_refusal or hidden_states_refusal(model)
     value = resolve_decay(stack.blocks, shortcut_decay, schedule, granularity, scope)
     settings = DecaySettings(
         shortcut_decay=value,
@@ -74,7 +75,7 @@ def decay_shortcuts(
         scope=scope,
         keep_function=bool(keep_function),
         num_blocks=len(stack.blocks),
-        fold_refusal=stack.fold_refusal,
+        fold_refusal=stack.fold_refusal,  # of the part, or of what reads it
         raw_output=stack.raw_output,
     )
     if keep_function:

@@ -114,7 +114,11 @@ def has_final_norm(model: nn.Module, final_norm: str) -> bool:
 
 def hidden_states_refusal(model: nn.Module) -> str:
     for module in model.modules():
-        if any(word in type(module).__name__ for word in READERS_OF_HIDDEN_STATES):
+        config = getattr(module, "config", None)
+        reads_layers = any(
+            hasattr(config, name) for name in ("vision_feature_layer", "vision_feature_layers")
+        )  # LLaVA
+        if reads_layers or any(word in type(module).__name__ for word in READERS_OF_HIDDEN_STATES):
             return f"{type(module).__name__} reads hidden states without a norm"
     return ""
 
