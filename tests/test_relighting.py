@@ -1,6 +1,7 @@
 """Latent intrinsics: losses, the network, data, the pipeline, metrics, and the script `relight.py`."""
 
 import copy
+import io
 import json
 import math
 import os
@@ -165,6 +166,9 @@ def test_structural_similarity_of_one_window():
     assert structural_similarity(first, second).item() == pytest.approx(expected.item(), abs=1e-5)
     images = torch.rand(3, 3, 16, 12)
     torch.testing.assert_close(structural_similarity(images, images), torch.ones(3))
+    similarity = structural_similarity(images, images.flip(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(structural_similarity(images, images.flip(0)).double(), similarity.double())
     with pytest.raises(ValueError, match="at least 11 x 11 pixels, got .8, 12."):
         structural_similarity(images[:, :, :8], images[:, :, :8])
     with pytest.raises(ValueError, match="one shape"):
@@ -684,6 +688,40 @@ def test_a_pipeline_with_dense_features_of_another_encoder():
     light = model.encode(2 * reference - 1, prior(2 * reference - 1)).light
     torch.testing.assert_close(relit, (model.decode(intrinsics, light) / 2 + 0.5).clamp(0, 1))
     assert pipeline.albedo(torch.rand(1, 3, 24, 40), output_type="pt").images.shape == (1, 3, 24, 40)
+
+
+def test_pictures_are_read_as_in_training(pipeline):
+    """Upright, and on white."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera lay on its side
+    buffer = io.BytesIO()
+    picture(20, 12).save(buffer, "PNG", exif=exif)
+    lying = Image.open(buffer)
+    upright = picture(20, 12).transpose(Image.Transpose.ROTATE_270)
+    torch.testing.assert_close(pipeline.preprocess(lying), pipeline.preprocess(upright))
+    assert pipeline(lying, picture(seed=1)).images[0].size == (12, 20)
+    assert pipeline.preprocess(Image.new("RGBA", (16, 16), (9, 9, 9, 0))).min() == 1
+
+
+def test_offloading_brings_the_autoencoder(pipeline):
+    """Diffusers' own hooks, with the CPU in place of an accelerator."""
+    expected = pipeline(picture(), picture(seed=1), output_type="pt").images
+    pipeline.enable_model_cpu_offload(device="cpu")
+    calls, hook = [], pipeline.autoencoder._hf_hook
+    before = hook.pre_forward
+    hook.pre_forward = lambda *inputs, **named: calls.append(1) or before(*inputs, **named)
+    torch.testing.assert_close(pipeline(picture(), picture(seed=1), output_type="pt").images, expected)
+    assert len(calls) >= 3  # two encodings and a decoding
+
+
+def test_a_light_that_is_rounded_away_is_told(pipeline):
+    half = RelightingPipeline(random_weights(tiny_model(alpha=5e-3)).to(torch.bfloat16))
+    with pytest.warns(UserWarning, match="In bfloat16 numbers near 1 are 0.0078125 apart, .* = 0.005: .* Use float32"):
+        half(picture(), picture(seed=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        half.albedo(picture())  # without light
+        pipeline.autoencoder.warn_about_rounding()
 
 
 def test_batches_and_references(pipeline):

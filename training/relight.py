@@ -31,6 +31,9 @@ from hf_decayed.run import arguments as flags
 from hf_decayed.run.relighting import DensePrior, load_relighting_data
 
 
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def parse_arguments(arguments=None):
     parser = flags.ScriptParser(__file__, __doc__)
     data = parser.add_argument_group("data (by default procedural scenes)")
@@ -141,6 +144,7 @@ def main():
     prior = DensePrior(options.prior, run.device) if options.prior else None
     fields = {"sample_size": options.image_size, "prior_channels": prior.channels if prior else 0}
     model = LatentIntrinsicsModel.from_size(options.size, **{**options.fields, **fields})
+    model.warn_about_rounding(dtype=PRECISIONS.get(run.accelerator.mixed_precision))
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
     noise_steps = round(options.noise_fraction * run.total_steps)

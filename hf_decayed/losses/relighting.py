@@ -67,8 +67,9 @@ def structural_similarity(
     window = torch.softmax(-(offsets**2) / (2 * sigma**2), dim=0)
     first, second = predicted.float().flatten(0, 1), target.float().flatten(0, 1)
     moments = torch.stack([first, second, first**2, second**2, first * second], dim=1)
-    moments = F.conv2d(moments, window.view(1, 1, -1, 1).expand(5, 1, -1, 1), groups=5)
-    moments = F.conv2d(moments, window.view(1, 1, 1, -1).expand(5, 1, 1, -1), groups=5)
+    with torch.autocast(predicted.device.type, enabled=False):  # differences of squares need float32
+        moments = F.conv2d(moments, window.view(1, 1, -1, 1).expand(5, 1, -1, 1), groups=5)
+        moments = F.conv2d(moments, window.view(1, 1, 1, -1).expand(5, 1, 1, -1), groups=5)
     mean_1, mean_2, square_1, square_2, product = moments.unbind(dim=1)
     luminance, contrast = (0.01 * data_range) ** 2, (0.03 * data_range) ** 2  # the paper's C1 and C2
     similarity = (2 * mean_1 * mean_2 + luminance) / (mean_1**2 + mean_2**2 + luminance)

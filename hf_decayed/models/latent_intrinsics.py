@@ -16,6 +16,7 @@ import difflib
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.attention_processor import Attention
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import BaseOutput
+from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import nn
 from torch.nn import functional as F
 
@@ -429,6 +431,7 @@ class LatentIntrinsicsModel(ModelMixin, ConfigMixin):
             layer.weight.mul_(INITIAL_QKV_GAIN / math.sqrt(2))  # one matrix for all three has twice the fan
         nn.init.kaiming_normal_(self.decoder.conv_out.weight, nonlinearity="linear")
 
+    @apply_forward_hook
     def encode(self, pixel_values: torch.Tensor, prior: torch.Tensor | None = None) -> LatentIntrinsicsEncoding:
         """Intrinsic maps and light code of images.
 
@@ -448,6 +451,17 @@ class LatentIntrinsicsModel(ModelMixin, ConfigMixin):
         light = self.light_encoder(maps[-1].mean(dim=(2, 3)))  # (batch, light_dim)
         return LatentIntrinsicsEncoding(intrinsics, F.normalize(light, dim=1))
 
+    def warn_about_rounding(self, alpha: float | None = None, dtype: torch.dtype | None = None) -> None:
+        """Warns if the factors `1 + alpha * tanh(...)`, by which the light acts, are too close to 1 for the dtype."""
+        alpha, dtype = self.config.alpha if alpha is None else alpha, dtype or self.dtype
+        if 0 < alpha < torch.finfo(dtype).eps:
+            warnings.warn(
+                f"In {str(dtype).removeprefix('torch.')} numbers near 1 are {torch.finfo(dtype).eps:g} apart, and the light "
+                f"changes the image by factors of 1 +- alpha = {alpha:g}: it is mostly rounding. Use float32.",
+                stacklevel=2,
+            )
+
+    @apply_forward_hook
     def decode(
         self, intrinsics: Sequence[torch.Tensor], light: torch.Tensor, alpha: float | None = None
     ) -> torch.Tensor:
@@ -464,6 +478,7 @@ class LatentIntrinsicsModel(ModelMixin, ConfigMixin):
         """
         alpha = self.config.alpha if alpha is None else alpha
         check_fraction("alpha", alpha)
+        self.warn_about_rounding(alpha)
         self.check_codes(intrinsics, light)
         # Entries of vectors of length 1 are small where there are many; layers expect them to be about 1.
         maps = [intrinsic * math.sqrt(intrinsic.shape[1]) for intrinsic in intrinsics]

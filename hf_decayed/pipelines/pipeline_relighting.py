@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin
 from diffusers.image_processor import PipelineImageInput, VaeImageProcessor
@@ -165,6 +166,7 @@ class RelightingPipeline(DiffusionPipeline):
             raise ValueError("There must be at least one image.")
         for item in images:
             check_image(item)
+        images = [plain_image(item) if isinstance(item, PIL.Image.Image) else item for item in images]
         tensors = [self.image_processor.preprocess(item).float() for item in images]
         sizes = {tuple(tensor.shape[1:]) for tensor in tensors}
         if len(sizes) > 1:
@@ -270,6 +272,15 @@ class RelightingPipeline(DiffusionPipeline):
             HfApi(token=hub_arguments.get("token")).upload_folder(
                 repo_id=repo_id, folder_path=folder, commit_message=message
             )
+
+
+def plain_image(image: PIL.Image.Image) -> PIL.Image.Image:
+    """An image as training reads it: upright, and on white where it is transparent."""
+    image = PIL.ImageOps.exif_transpose(image)
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image)
+    return image
 
 
 def check_image(image: PIL.Image.Image | np.ndarray | torch.Tensor) -> None:
