@@ -220,3 +220,11 @@ def test_fields_that_there_are_not(script, capsys):
         with pytest.raises(SystemExit) as stopped:
             script.parse_arguments(["--set", field])
         assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [uvit, sit])
+def test_guidance_needs_a_null_class(script, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_arguments(["--class_dropout", "0", "--guidance_scale", "2"])
+    assert "--guidance_scale needs a trained null class: give --class_dropout above 0" in capsys.readouterr().err
+    script.parse_arguments(["--class_dropout", "0", "--guidance_scale", "1"])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nested
 import nested_report
+import numpy as np
 import pytest
 import sweep
 import torch
@@ -609,6 +610,11 @@ def test_vary_and_interpolate():
             assert torch.allclose(output.latents[level], expected, atol=1e-5) == (level in unchanged)
     picture = Image.fromarray((images[0, 0] * 255).byte().numpy())
     torch.testing.assert_close(pipeline.encode_image(picture)[3], latents[3][:1], rtol=0.05, atol=0.05)
+    picture.getexif()[0x0112] = 6  # the camera lay on its side
+    lying = torch.from_numpy(np.array(picture.transpose(Image.Transpose.ROTATE_270)))[None, None] / 255
+    torch.testing.assert_close(pipeline.encode_image(picture)[3], encoder.encode(lying)[3])
+    clear = Image.new("RGBA", picture.size, (9, 9, 9, 0))
+    torch.testing.assert_close(pipeline.encode_image(clear)[3], encoder.encode(torch.ones(1, *images.shape[1:]))[3])
     output = pipeline.interpolate(images[:1], images[1:], num_images=5, num_inference_steps=2, output_type="pt")
     torch.testing.assert_close(output.latents[3][[0, -1]], latents[3], rtol=1e-4, atol=1e-4)
     middle, ends = output.latents[3][2].norm(), latents[3].flatten(1).norm(dim=1)
@@ -617,6 +623,16 @@ def test_vary_and_interpolate():
     same = pipeline.interpolate(images[:1], images[:1], num_images=3, num_inference_steps=2, output_type="pt")
     same = same.latents[1]
     torch.testing.assert_close(same[0], same[2], rtol=1e-3, atol=1e-4)  # from the same noise
+
+
+def test_chains_without_a_null_condition_are_not_guided():
+    networks = {f"level_{level}": level_network(level, num_classes=3) for level in (1, 2, 3)}
+    pipeline = NestedDiffusionPipeline(DDPMScheduler(), **networks, null_condition=False)
+    pipeline.set_progress_bar_config(disable=True)
+    assert len(pipeline(1, 1, num_inference_steps=1, output_type="pt").images) == 1
+    for arguments in ({}, {"class_labels": 1, "guidance_weights": 2.0}, {"class_labels": 1, "start_level": 1}):
+        with pytest.raises(ValueError, match="were not trained without class and latents above"):
+            pipeline(**arguments, num_inference_steps=1)
 
 
 def test_half_precision():
@@ -737,6 +753,9 @@ def test_levels_that_do_not_fit():
         NestedDiffusionPipeline(scheduler, *marked)
     with pytest.raises(ValueError, match="latents of different encoders"):
         NestedDiffusionPipeline(scheduler, level_1=marked[0], latent_encoder=latent_encoder())
+    oblong = level_network(1, [((16, 8), 1, 4), *LEVELS[1:]])
+    with pytest.raises(ValueError, match=r"The latents of `level_1` must be square, got .16, 8."):
+        NestedDiffusionPipeline(scheduler, level_1=oblong)
     with pytest.raises(ValueError, match="has no `latent_encoder`"):
         chain().vary(scenes(1))
     encoder = latent_encoder()

@@ -96,6 +96,8 @@ def parse_arguments(arguments=None):
         parser.error(f"--level must be at most {options.num_levels}, the levels of --hierarchy and the first")
     if options.encoder is None:
         parser.error("--encoder must name the encoder whose latents the levels above the first are")
+    if options.guidance_scale != 1 and options.condition_dropout == 0:
+        parser.error("--guidance_scale needs --condition_dropout above 0, or give --guidance_scale 1")
     if options.on_bad_image == "skip":
         parser.error("--on_bad_image skip: the images of level 1 and the latents above must stay in step")
     return options, run_options
@@ -141,8 +143,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     run.plan(images, options.max_train_steps)
     average, evaluated = run.average(model)
     decay_warmup = DecayWarmup([model, evaluated], run.schedule_steps, **flags.decay_warmup_arguments(options))
-    # The noise levels of training and sampling.
-    betas = PIXEL_BETAS if images_and_classes.vae is None else LATENT_BETAS
+    betas = PIXEL_BETAS if images_and_classes.vae is None else LATENT_BETAS  # of training and sampling
     noise_schedule = DDPMScheduler(**betas, prediction_type=options.prediction_type)
 
     def make_pipeline(networks, latent_encoder=None):
@@ -153,6 +154,7 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
             latent_encoder=latent_encoder,
             id2label=images_and_classes.id2label(),
             prediction_type=options.prediction_type,
+            null_condition=trains_null_condition(options, model),
         )
 
     make_pipeline({level: evaluated, **above})  # levels that do not fit each other are refused before training
@@ -205,6 +207,11 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     run.finish(results, "network", card=False)
     if is_last:
         run.print(closing_words)
+
+
+def trains_null_condition(options, network) -> bool:
+    """Whether the network learns what guidance starts from: images of any class, without the latents above."""
+    return options.condition_dropout > 0 and (options.class_dropout > 0 or not network.config.num_classes)
 
 
 def join_levels(run, options, networks, make_pipeline, data, results) -> str:

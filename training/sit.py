@@ -57,7 +57,8 @@ def main():
 
     def make_pipeline():
         scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
-        return DecayedSiTPipeline(evaluated, scheduler, data.vae, id2label=data.id2label())
+        null_class = options.class_dropout > 0
+        return DecayedSiTPipeline(evaluated, scheduler, data.vae, id2label=data.id2label(), null_class=null_class)
 
     # Loop.
     for batch in run.batches(images):

@@ -70,7 +70,12 @@ def main():
     def make_pipeline():
         scheduler = DPMSolverMultistepScheduler(**levels)
         return DecayedUViTPipeline(
-            evaluated, scheduler, data.vae, data.id2label(), prediction_type=options.prediction_type
+            evaluated,
+            scheduler,
+            data.vae,
+            data.id2label(),
+            prediction_type=options.prediction_type,
+            null_class=options.class_dropout > 0,
         )
 
     # Loop.

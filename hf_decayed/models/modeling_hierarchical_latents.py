@@ -158,12 +158,13 @@ class FeatureMoments:
 
     def __init__(self, num_features: int, device: torch.device):
         self.number = 0
+        device = torch.device("cpu") if device.type == "mps" else device  # which has no float64
         self.mean = torch.zeros(num_features, dtype=torch.float64, device=device)
         self.scatter = torch.zeros(num_features, num_features, dtype=torch.float64, device=device)
 
     def add(self, features: torch.Tensor) -> None:
         """Merges the moments of a batch `(number, num_features)`, each set centred by its own mean, which is stable."""
-        features = features.double()
+        features = features.to(self.mean.device).double()
         number, mean = len(features), features.mean(dim=0)
         difference = mean - self.mean
         total = self.number + number

@@ -409,6 +409,10 @@ def parse_diffusion_arguments(
     if options.decay_warmup and options.fields.get("shortcut_schedule") == "learned":
         parser.error("--decay_warmup lowers a decay that is set, and shortcut_schedule=learned learns it: drop one")
     check_decay_warmup(parser, options)
+    if options.guidance_scale != 1 and options.conditional and options.class_dropout == 0:
+        parser.error(
+            "--guidance_scale needs a trained null class: give --class_dropout above 0, or --guidance_scale 1"
+        )
     return options, parser.run_options(options)
 
 

@@ -25,13 +25,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
+import PIL.ImageOps
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from diffusers.utils.torch_utils import randn_tensor
 from huggingface_hub import HfApi
-from PIL import Image, ImageOps
 
 
 __all__ = ["NestedDiffusionPipeline"]
@@ -47,7 +48,7 @@ class NestedDiffusionPipelineOutput(BaseOutput):
     latents (`dict[int, torch.Tensor]`): Latents `(number, channels, height, width)` of every level; level 1 is what is decoded.
     """
 
-    images: list[Image.Image] | np.ndarray | torch.Tensor
+    images: list[PIL.Image.Image] | np.ndarray | torch.Tensor
     latents: dict[int, torch.Tensor]
 
 
@@ -65,6 +66,8 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         prediction_type (`str`, defaults to `"epsilon"`): What the networks were trained to predict, in schedulers' terms.
         latent_scale, latent_shift (`float`, *optional*): Latents are `(encoded - shift) * scale`. Default to the VAE's
             own values.
+        null_condition (`bool`, defaults to `True`): Whether the networks were also trained without class and latents above,
+            which guidance, level 1 alone and samples of any class need.
     """
 
     model_cpu_offload_seq = "latent_encoder->level_6->level_5->level_4->level_3->level_2->level_1->vae"
@@ -86,6 +89,7 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         prediction_type: str = "epsilon",
         latent_scale: float | None = None,
         latent_shift: float | None = None,
+        null_condition: bool = True,
     ):
         super().__init__()
         networks = (level_1, level_2, level_3, level_4, level_5, level_6)
@@ -98,7 +102,11 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         if id2label is not None:
             id2label = {str(index): name for index, name in id2label.items()}  # keys are strings in JSON
         self.register_to_config(
-            id2label=id2label, prediction_type=prediction_type, latent_scale=latent_scale, latent_shift=latent_shift
+            id2label=id2label,
+            prediction_type=prediction_type,
+            latent_scale=latent_scale,
+            latent_shift=latent_shift,
+            null_condition=null_condition,
         )
         self.image_processor = VaeImageProcessor()
         self._current_level: int | None = None
@@ -146,6 +154,8 @@ class NestedDiffusionPipeline(DiffusionPipeline):
             config = network.config
             if config.level != number:
                 raise ValueError(f"`level_{number}` was trained as level {config.level}.")
+            if not isinstance(config.sample_size, int):
+                raise ValueError(f"The latents of `level_{number}` must be square, got {tuple(config.sample_size)}.")
             size = (config.sample_size, config.in_channels)
             expected = [sizes[upper] for upper in range(self.num_levels, number, -1)]
             if size != sizes[number] or [tuple(entry[:2]) for entry in config.condition_levels] != expected:
@@ -240,6 +250,7 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         gamma = (GUIDED_GAMMA if guided else math.inf) if gamma is None else gamma
 
         first = min(latents, default=self.num_levels + 1) - 1 if start_level is None else start_level
+        self.check_null_condition(guided, labels is None, alone=not latents and first < self.num_levels)
         for level in range(first, self.unet.config.level - 1, -1):
             self._current_level = level
             # The highest level has nothing above it; for level 1 alone, what is above it stays empty.
@@ -333,7 +344,7 @@ class NestedDiffusionPipeline(DiffusionPipeline):
 
     def vary(
         self,
-        image: Image.Image | list[Image.Image] | torch.Tensor,
+        image: PIL.Image.Image | list[PIL.Image.Image] | torch.Tensor,
         from_level: int = 2,
         num_images: int = 4,
         **arguments,
@@ -353,8 +364,8 @@ class NestedDiffusionPipeline(DiffusionPipeline):
 
     def interpolate(
         self,
-        image_a: Image.Image | torch.Tensor,
-        image_b: Image.Image | torch.Tensor,
+        image_a: PIL.Image.Image | torch.Tensor,
+        image_b: PIL.Image.Image | torch.Tensor,
         level: int | None = None,
         num_images: int = 8,
         generator: torch.Generator | None = None,
@@ -379,7 +390,7 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         return self(fixed_latents=between, generator=generators, **arguments)
 
     def encode_image(
-        self, image: Image.Image | list[Image.Image] | torch.Tensor, from_level: int = 2
+        self, image: PIL.Image.Image | list[PIL.Image.Image] | torch.Tensor, from_level: int = 2
     ) -> dict[int, torch.Tensor]:
         """Latents of images from `from_level` upwards; PIL images are cropped to a square and resized."""
         if self.latent_encoder is None:
@@ -390,7 +401,8 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         if not isinstance(image, torch.Tensor):
             images = image if isinstance(image, list) else [image]
             modes, size = {1: "L", 3: "RGB"}, (config.image_size, config.image_size)
-            images = [ImageOps.fit(one.convert(modes[config.num_channels]), size, Image.BICUBIC) for one in images]
+            images = [plain_image(one).convert(modes[config.num_channels]) for one in images]
+            images = [PIL.ImageOps.fit(one, size, PIL.Image.BICUBIC) for one in images]
             pixels = np.stack([np.asarray(one).reshape(*size, config.num_channels) for one in images])
             image = torch.from_numpy(pixels).movedim(-1, 1).float() / 255
         # By `forward`, so that offloading brings the encoder to its device.
@@ -467,6 +479,15 @@ class NestedDiffusionPipeline(DiffusionPipeline):
         if gamma_scales not in ("variance", "std"):
             raise ValueError(f"`gamma_scales` must be variance or std, got {gamma_scales!r}.")
         return [float(weight) for weight in weights]
+
+    def check_null_condition(self, guided: bool, without_class: bool, alone: bool) -> None:
+        if self.config.null_condition:
+            return
+        if guided or alone or (without_class and self.unet.config.num_classes > 0):
+            raise ValueError(
+                "The networks were not trained without class and latents above, which guidance, level 1 alone and samples of "
+                "any class need: pass `class_labels`, and `guidance_weights=1`."
+            )
 
     def check_counts(self, num_images: int, callback_tensor_inputs: tuple[str, ...]) -> None:
         if isinstance(num_images, bool) or not isinstance(num_images, int) or num_images < 1:
@@ -614,6 +635,16 @@ def spherical_interpolation(start: torch.Tensor, end: torch.Tensor, steps: int) 
     if torch.sin(angle) < 1e-4:  # the two are parallel
         return torch.lerp(start, end, fractions)
     return (torch.sin((1 - fractions) * angle) * start + torch.sin(fractions * angle) * end) / torch.sin(angle)
+
+
+# Copied from hf_decayed.pipelines.pipeline_relighting.plain_image
+def plain_image(image: PIL.Image.Image) -> PIL.Image.Image:
+    """An image as training reads it: upright, and on white where it is transparent."""
+    image = PIL.ImageOps.exif_transpose(image)
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image)
+    return image
 
 
 # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.check_finite

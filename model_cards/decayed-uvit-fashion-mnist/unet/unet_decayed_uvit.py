@@ -499,7 +499,7 @@ class DecayedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, PeftAdapterMix
 
     @classmethod
     def from_size(cls, size: str, **overrides) -> "DecayedUViT2DModel":
-        """An official size, `S`, `S-deep`, `M`, `L` or `H`; any argument can be overridden."""
+        """A network of a named size, a key of `SIZES`; any argument can be overridden."""
         check_choice("size", size, SIZES)
         return cls(**{**SIZES[size], **overrides})
 

@@ -567,7 +567,7 @@ class NestedUViT2DModel(ModelMixin, AttentionMixin, ConfigMixin, CacheMixin):
     # Copied from hf_decayed.models.unet_decayed_uvit.DecayedUViT2DModel.from_size with DecayedUViT->NestedUViT
     @classmethod
     def from_size(cls, size: str, **overrides) -> "NestedUViT2DModel":
-        """An official size, `S`, `S-deep`, `M`, `L` or `H`; any argument can be overridden."""
+        """A network of a named size, a key of `SIZES`; any argument can be overridden."""
         check_choice("size", size, SIZES)
         return cls(**{**SIZES[size], **overrides})
 
