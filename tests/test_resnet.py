@@ -169,3 +169,8 @@ def test_loads_without_the_package(tmp_path):
     # With the package, the code in the folder is not used.
     assert type(AutoModel.from_pretrained(tmp_path)) is DecayedResNetModel
     assert type(AutoModelForImageClassification.from_pretrained(tmp_path)) is DecayedResNetForImageClassification
+
+
+def test_without_labels_logits_are_features():
+    model = DecayedResNetForImageClassification(DecayedResNetConfig(**{**SIZES, "num_labels": 0})).eval()
+    assert model(torch.randn(2, 3, 32, 32)).logits.shape == (2, SIZES["hidden_sizes"][-1])

@@ -118,6 +118,13 @@ def test_discriminator_gives_features_and_embeddings():
         model(torch.zeros(3, 3, 8, 8))
 
 
+def test_config_chooses_the_outputs():
+    images = torch.randn(2, 1, 12, 12)
+    assert tiny_discriminator(output_hidden_states=True)(images).hidden_states is not None
+    assert isinstance(tiny_discriminator(return_dict=False)(images), tuple)
+    assert tiny_discriminator()(images).hidden_states is None
+
+
 def test_initial_weights_are_the_release_s():
     model = StructuralDiscriminatorModel(StructuralDiscriminatorConfig(hidden_sizes=(64, 128), depths=(1, 1)))
     for module in model.modules():
@@ -590,6 +597,8 @@ def test_a_saved_pipeline_loads_where_the_package_is_not(pipeline, tmp_path):
     assert names == ["StructuralGANPipeline", "StructuralGenerator", "StructuralDiscriminatorModel"]
     assert image_sum == pytest.approx(images.double().sum().item(), rel=1e-5)
     assert feature_sum == pytest.approx(features.double().sum().item(), rel=1e-4)
+    own = StructuralGANPipeline.from_pretrained(tmp_path / "model")  # the package's class needs no trust
+    assert type(own) is StructuralGANPipeline and type(own.discriminator) is StructuralDiscriminatorModel
     again = DiffusionPipeline.from_pretrained(tmp_path / "again", trust_remote_code=True)
     torch.testing.assert_close(again(latents=latents, output_type="pt").images, images)
     assert isinstance(AutoModel.from_pretrained(tmp_path / "model" / "discriminator"), StructuralDiscriminatorModel)

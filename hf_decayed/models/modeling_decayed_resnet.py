@@ -113,7 +113,8 @@ class DecayedResNetForImageClassification(DecayedResNetPreTrainedModel, ResNetFo
         super().__init__(config)
         self.num_labels = config.num_labels
         self.resnet = DecayedResNetModel(config)
-        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(config.hidden_sizes[-1], config.num_labels))
+        width, number = config.hidden_sizes[-1], config.num_labels
+        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(width, number) if number > 0 else nn.Identity())
         self.post_init()
 
 

@@ -231,6 +231,9 @@ class StructuralDiscriminatorModel(PreTrainedModel):
                 f"`pixel_values` must have shape (batch, {self.config.num_channels}, height, width), got "
                 f"{tuple(pixel_values.shape)}."
             )
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        return_dict = self.config.return_dict if return_dict is None else return_dict
         hidden_states = F.elu(self.stem(pixel_values))
         states = [hidden_states]
         for blocks in self.stages:
@@ -246,7 +249,7 @@ class StructuralDiscriminatorModel(PreTrainedModel):
             image_embeds=F.normalize(raw_embeds, dim=1),
             hidden_states=tuple(states) if output_hidden_states else None,
         )
-        return output.to_tuple() if return_dict is False else output
+        return output if return_dict else output.to_tuple()
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         self.config.auto_map = dict(AUTO_MAP)

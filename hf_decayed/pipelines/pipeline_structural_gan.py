@@ -13,6 +13,8 @@ import json
 import math
 import os
 import shutil
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -130,6 +132,25 @@ class StructuralGANPipeline(DiffusionPipeline):
         # `auto_map` is for diffusers' AutoModel; the pipeline itself would warn of it.
         config_dict = {name: value for name, value in config_dict.items() if name != "auto_map"}
         return super().extract_init_dict(config_dict, **kwargs)
+
+    # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline._dict_from_json_file
+    @classmethod
+    def _dict_from_json_file(cls, json_file):
+        """The index of a folder. The package's class needs no `trust_remote_code`: it loads components by the package."""
+        index = super()._dict_from_json_file(json_file)
+        package, is_installed, _ = cls.__module__.rpartition(".pipelines.")
+        if not is_installed:  # downloaded with the weights
+            return index
+        for name, value in index.items():
+            module, class_name = value if isinstance(value, list) and len(value) == 2 else (None, None)
+            if name == "_class_name" and class_name == cls.__name__:
+                index[name] = class_name
+            elif isinstance(module, str) and module.isidentifier():
+                paths = (f"{package}.{room}.{module}" for room in ("models", "pipelines"))
+                if path := next(filter(find_spec, paths), None):
+                    import_module(path)  # diffusers loads components only from modules that are imported
+                    index[name] = [path, class_name]
+        return index
 
     # Copied from hf_decayed.pipelines.pipeline_decayed_uvit.DecayedUViTPipeline.save_pretrained with unet->generator
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
