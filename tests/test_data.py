@@ -275,6 +275,9 @@ def test_columns_are_found_by_type():
     assert find_columns(unlabelled) == ("picture", None)
     with pytest.raises(DataError, match="no column 'photo'; the columns are picture, kind"):
         find_columns(image_table([(8, 8)]), image_column="photo")
+    with_text = image_table([(8, 8)]).add_column("name", ["cat"])
+    with pytest.raises(DataError, match="The column 'name' holds text, and classes are numbers"):
+        find_columns(with_text, label_column="name")
     with pytest.raises(DataError, match="Found 0 image columns among text"):
         find_columns(Dataset.from_dict({"text": ["a"]}))
 

@@ -249,6 +249,10 @@ def find_columns(
     for column in filter(None, (image_column, label_column)):
         if column not in features:
             raise DataError(f"There is no column '{column}'; the columns are {', '.join(features)}.")
+    if label_column is not None and "string" in str(getattr(features[label_column], "dtype", "")):
+        raise DataError(
+            f"The column '{label_column}' holds text, and classes are numbers: encode it by `class_encode_column` of datasets."
+        )
     if image_column is None:
         images = [name for name, feature in features.items() if isinstance(feature, ImageFeature)]
         if len(images) > 1:
