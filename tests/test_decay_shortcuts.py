@@ -493,26 +493,36 @@ def test_user_blocks_that_read_without_a_norm_are_not_folded(reader):
     assert decay_shortcuts(model.eval(), 0.6, blocks={MyBlock: BRANCHES})(tokens).shape == tokens.shape
 
 
-class CachingBlock(MyBlock):
-    """Keeps earlier tokens, counts its calls, and averages what it sees."""
-
+class Gain(nn.Module):
     def __init__(self):
         super().__init__()
-        self.average = nn.BatchNorm1d(8)
+        self.register_buffer("gain", torch.full((8,), 1.5))
+
+
+class CachingBlock(MyBlock):
+    """Keeps earlier tokens, averages what it sees, and shares a buffer with the other blocks."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.average, self.shared = nn.BatchNorm1d(8), shared
 
     def forward(self, tokens, cache=None):
         if cache is not None:
             cache.tokens.append(tokens)
         self.average(tokens.detach().flatten(0, 1))
-        return super().forward(tokens)
+        tokens = tokens + self.attn(self.norm1(tokens) * self.shared.gain)
+        return tokens + self.mlp(self.norm2(tokens))
 
 
 def test_the_first_input_of_a_user_block_leaves_no_traces():
-    model = nn.ModuleList(CachingBlock() for _ in range(2)).train()
+    shared = Gain()
+    model = nn.ModuleList(CachingBlock(shared) for _ in range(2)).train()
     decay_shortcuts(model, 0.6, blocks={CachingBlock: BRANCHES})
     tokens, cache = torch.randn(2, 5, 8, requires_grad=True), SimpleNamespace(tokens=[])
+    cache.owner = SimpleNamespace(cache=cache)
     for block in model:
         tokens = block(tokens, cache=cache)
+    tokens.sum().backward()  # no buffer was written to in between
     assert len(cache.tokens) == 2 and cache.tokens[1].requires_grad  # the check copies tensors with a gradient, too
     assert [block.average.num_batches_tracked.item() for block in model] == [1, 1]
     expected = nn.BatchNorm1d(8)
@@ -851,6 +861,10 @@ def test_readers_outside_of_the_part_are_found():
     decayed = decay_shortcuts(llava, 0.6, part="model.vision_tower")
     with pytest.raises(UserError, match="LlavaForConditionalGeneration reads hidden states without a norm"):
         fold_shortcuts(decayed)
+    remove_decay(decayed)
+    fold_shortcuts(
+        decay_shortcuts(llava, 0.6, part="model.language_model", keep_function=True)
+    )  # nobody reads its layers
     config = transformers.Dinov2Config(**sizes, image_size=16, patch_size=8, apply_layernorm=False)
     backbone = decay_shortcuts(transformers.Dinov2Backbone(config), 0.6, part="encoder")
     with pytest.raises(UserError, match="Dinov2Backbone reads hidden states without a norm"):

@@ -1,7 +1,6 @@
 """Checks on its first real input that a block is what the user says: `x + f(x)` with these readers and adders."""
 
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -55,7 +54,8 @@ def run_with_hooks(run, stream: torch.Tensor, block: nn.Module, names: list[str]
             handle.remove()
         with torch.no_grad():
             for buffer, before in buffers:
-                buffer.copy_(before)
+                if not torch.equal(buffer, before):  # autograd notices any writing
+                    buffer.copy_(before)
 
 
 def copy_caches(inputs):
@@ -64,16 +64,23 @@ def copy_caches(inputs):
     return copy.deepcopy(inputs, copies)  # which refuses to copy tensors that have a gradient function
 
 
-def find_tensors(value) -> Iterator[torch.Tensor]:
-    """All tensors in containers and in attributes of objects."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from (tensor for item in value.values() for tensor in find_tensors(item))
-    elif isinstance(value, (tuple, list)):
-        yield from (tensor for item in value for tensor in find_tensors(item))
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        yield from find_tensors(vars(value))
+def find_tensors(values) -> list[torch.Tensor]:
+    """All tensors in containers and in attributes of objects, which may refer to each other."""
+    tensors, seen, waiting = [], set(), [values]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, (tuple, list)):
+            waiting.extend(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+            waiting.append(vars(value))
+    return tensors
 
 
 def silence_output(module: nn.Module):

@@ -66,7 +66,7 @@ def decay_shortcuts(
             f"{type(model).__name__} is decayed already: use `set_shortcut_decay`, or `remove_decay` first."
         )
     stack = find_stack(find_part(model, part), blocks)
-    stack.fold_refusal = stack.fold_refusal or hidden_states_refusal(model)
+    stack.fold_refusal = stack.fold_refusal or hidden_states_refusal(model, stack.modules)
     value = resolve_decay(stack.blocks, shortcut_decay, schedule, granularity, scope)
     settings = DecaySettings(
         shortcut_decay=value,
@@ -75,7 +75,7 @@ def decay_shortcuts(
         scope=scope,
         keep_function=bool(keep_function),
         num_blocks=len(stack.blocks),
-        fold_refusal=stack.fold_refusal,  # of the part, or of what reads it
+        fold_refusal=stack.fold_refusal,
         raw_output=stack.raw_output,
     )
     if keep_function:

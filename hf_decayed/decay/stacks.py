@@ -1,7 +1,7 @@
 """The residual stack of a model: its blocks in the order in which they run, or why there is none."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -112,13 +112,15 @@ def has_final_norm(model: nn.Module, final_norm: str) -> bool:
     )
 
 
-def hidden_states_refusal(model: nn.Module) -> str:
+def hidden_states_refusal(model: nn.Module, decayed: Sequence[nn.Module] = ()) -> str:
+    """Why hidden states of the `decayed` blocks may not change their scale; empty if nothing reads them without a norm."""
     for module in model.modules():
+        reads = any(word in type(module).__name__ for word in READERS_OF_HIDDEN_STATES)
         config = getattr(module, "config", None)
-        reads_layers = any(
-            hasattr(config, name) for name in ("vision_feature_layer", "vision_feature_layers")
-        )  # LLaVA
-        if reads_layers or any(word in type(module).__name__ for word in READERS_OF_HIDDEN_STATES):
+        if hasattr(config, "vision_feature_layer") or hasattr(config, "vision_feature_layers"):  # as in LLaVA
+            blocks = set(decayed)
+            reads |= any("vision" in name for name, child in module.named_modules() if child in blocks)
+        if reads:
             return f"{type(module).__name__} reads hidden states without a norm"
     return ""
 
