@@ -159,6 +159,10 @@ def test_features_of_images_with_masks_or_without_some_labels(photos, tmp_path, 
         shutil.copytree(photos / "cats", tmp_path / "seg" / folder)
     monkeypatch.chdir(tmp_path)
     assert load_named_images(Path("seg"))[1] == [f"images/{number}.png" for number in range(5)]
+    for name in ("cats", "dogs"):
+        (tmp_path / "links" / name).mkdir(parents=True)
+        (tmp_path / "links" / name / "0.png").symlink_to(photos / name / "0.png")
+    assert load_named_images(Path("links"))[1] == ["cats/0.png", "dogs/0.png"]
     classes = ["cat", "dog"]
     write_file(tmp_path / "features.parquet", torch.zeros(2, 3), torch.tensor([1, -1]), ["a", "b"], classes, {})
     rows = pyarrow.parquet.read_table(tmp_path / "features.parquet").to_pylist()

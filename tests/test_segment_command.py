@@ -90,6 +90,8 @@ def test_changed_images_are_segmented_again_and_pictures_are_no_images(tmp_path,
     assert run(*command) == 0
     assert "1 image by 1 model" in capsys.readouterr().out
     assert mask.read_bytes() != before
+    assert run(*command[:2], MODEL, *command[3:]) == 0
+    assert "1 image by 1 model" in capsys.readouterr().out
 
 
 def test_other_settings_do_not_mix_with_the_pictures_that_are_there(tmp_path, vit, capsys):

@@ -87,7 +87,7 @@ def load_named_images(path: Path) -> tuple[Dataset, list[str], str, str | None]:
     names = []
     for record, number in zip(records, numbers):
         file = Path(record["path"]) if record["path"] and record["bytes"] is None else None
-        name = relative_name(str(file.resolve()), path.resolve()) if file is not None else None
+        name = relative_name(os.path.abspath(file), Path(os.path.abspath(path))) if file is not None else None
         names.append(name or number)
     return rows, names, image_column, label_column
 

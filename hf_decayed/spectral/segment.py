@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -22,6 +21,7 @@ from .segmenter import Segmentation, Segmenter, to_picture
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
 PICTURES = ("overlay", "rgb", "mask")
 SOURCE_TEXT = "source_sha256"  # in a picture: of the image file that it shows
+RECORD = "segmentation.json"
 GRID_FILE = "grid.png"
 GRID_IMAGES = 12
 GRID_SIDE = 128  # pixels of a picture in the grid
@@ -61,7 +61,7 @@ def segment(
         if unused := [name for name, value in settings.items() if name != "seed" and value != defaults[name].default]:
             raise UserError(f"--evaluate measures all graphs in the same way: leave out --{', --'.join(unused)}.")
         return evaluate_graphs(str(images), names, output, evaluate, layers, seed, revision, trust_remote_code)
-    files = list_images(Path(images), written=[Path(output) / name for name in [*names.values(), GRID_FILE]])
+    files = list_images(Path(images))
     rows: dict[str, list[Image.Image]] = {}
     for model, name in names.items():
         segmenter = Segmenter.from_pretrained(model, revision, trust_remote_code, layers=layers, **settings)
@@ -84,19 +84,18 @@ def segment(
     return f"{' by '.join(counts)} (overlay, rgb, mask), grid.png: {output}"
 
 
-def list_images(path: Path, written: Sequence[Path] = ()) -> dict[Path, str]:
-    """Image files, each with the path of its pictures; without the files and folders that the command has `written`."""
+def list_images(path: Path) -> dict[Path, str]:
+    """Image files, each with the path of its pictures; without pictures that this command has made."""
     if path.is_file():
         return {path: path.stem}
     if not path.is_dir():
         raise DataError(f"There is nothing at '{path}'.")
-    own = {file.resolve() for file in written}
+    made = {record.parent for record in path.rglob(RECORD)}
+    made |= {folder.parent / GRID_FILE for folder in made}
     files = sorted(
         file
         for file in path.rglob("*")
-        if file.suffix.lower() in SUFFIXES
-        and file.is_file()
-        and own.isdisjoint([file.resolve(), *file.resolve().parents])
+        if file.suffix.lower() in SUFFIXES and file.is_file() and made.isdisjoint([file, *file.parents])
     )
     if not files:
         raise DataError(f"There are no images in '{path}': files with the ending {', '.join(sorted(SUFFIXES))}.")
@@ -124,7 +123,7 @@ def load_image(file: Path, number: int) -> Image.Image:
 
 def prepare_folder(folder: Path, settings: dict) -> None:
     """Makes the folder, or checks that its pictures were made with the same settings."""
-    record = folder / "segmentation.json"
+    record = folder / RECORD
     settings = json.loads(json.dumps(settings))
     if record.exists():
         try:
