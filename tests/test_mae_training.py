@@ -152,8 +152,11 @@ def test_a_finished_run_is_finished_again_elsewhere(recipe, tmp_path):
         assert "holds a finished model (results.json): name another --output_dir" in refused.stderr
     (tmp_path / "again" / "metrics.jsonl").unlink()
     (tmp_path / "whole" / "metrics.jsonl").unlink()
+    (tmp_path / "again" / "results").mkdir()
+    (tmp_path / "again" / "results" / "old.json").write_text("{}")  # an evaluation of what is replaced
     flags = ["--checkpointing_steps", 12, "--overwrite_output_dir"]
     assert "loss not recorded" in run(recipe, tmp_path / "again", "--resume_from_checkpoint", last, *flags).stdout
+    assert not (tmp_path / "again" / "results").exists()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -461,9 +462,12 @@ def test_the_limit_keeps_the_checkpoint_that_was_just_written(tmp_path):
         save_checkpoint(accelerator, tmp_path, step, {"signature": {}}, parts, limit=2)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00002000", "step-00003000"]
     (tmp_path / "step-00003000" / "manifest.json").unlink()
-    for limit, kept in ((2, ["step-00001500"]), (1, ["step-00001500"])):
+    steps = [1500, 2000, 3000]
+    for limit, kept in ((None, steps), (3, steps), (2, [1500, 3000]), (1, [1500])):
         written = save_checkpoint(accelerator, tmp_path, 1500, {"signature": {}}, parts, limit)
-        assert [path.name for path in sorted(tmp_path.iterdir())] == kept
+        assert [path.name for path in sorted(tmp_path.iterdir())] == [f"step-{step:08d}" for step in kept]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         assert find_checkpoint("latest", tmp_path) == written
 
 
@@ -477,9 +481,9 @@ def test_what_older_versions_did_not_record_is_no_other_run():
     check_signature(
         "step-1", {"seed": 0, "mixed_precision": None}, {"seed": 0, "mixed_precision": "no", "decoded": "a"}
     )
-    with pytest.raises(UserError, match="decoded a -> b, mixed_precision bf16 -> no"):
+    with pytest.raises(UserError, match="mixed_precision bf16 -> no, --memory_limit_gb: a -> b"):
         saved = {"decoded": "a", "mixed_precision": "bf16"}
-        check_signature("step-1", saved, {"decoded": "b", "mixed_precision": "no"})
+        check_signature("step-1", saved, {"mixed_precision": "no", "decoded": "b"})
 
 
 def test_a_size_on_the_command_line_replaces_that_of_a_recipe(capsys):
@@ -492,6 +496,9 @@ def test_a_size_on_the_command_line_replaces_that_of_a_recipe(capsys):
         "decoder_hidden_size": 32,
     }
     assert mae.parse_arguments([])[0].fields["hidden_size"] == 96
+    assert (
+        "hidden_size" not in mae.parse_arguments(["--size", "small"])[0].fields
+    )  # as the recipe's word, not its fields
     with pytest.raises(SystemExit):
         mae.parse_arguments(["--init_from", "model", "--size", "large"])
     assert "--size: --init_from brings its own sizes" in capsys.readouterr().err
@@ -520,6 +527,10 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(state, model, sentence, 
         run.prepare(model=torch.nn.Linear(3, 2, bias=False))
         run.resume()
         state = {**state, "signature": run.signature}
+        other = {**state, "signature": {**run.signature, "mixed_precision": None}, "precision": "bf16"}
+        save_checkpoint(run.accelerator, tmp_path / "out" / "checkpoints", 2, other, {"model": model}, limit=2)
+        with pytest.raises(UserError, match="mixed_precision bf16 -> no"):  # an older version recorded what was used
+            run.resume()
         assert save_checkpoint(run.accelerator, tmp_path / "out" / "checkpoints", 3, state, {"model": model}, limit=2)
         with pytest.raises(UserError, match="'step-00000003' does not fit this run: ") as raised:
             run.resume()
@@ -564,8 +575,13 @@ def test_a_finished_model_is_not_overwritten(name, tmp_path):
     try:
         with pytest.raises(UserError, match=f"holds a finished model .{name}.: .*--overwrite_output_dir"):
             Run(parser.run_options(parser.parse(flags)[0]), kind="example")
-        for allowed in (["--overwrite_output_dir"], ["--resume_from_checkpoint", "latest"]):
-            Run(parser.run_options(parser.parse([*flags, *allowed])[0]), kind="example").lock.release()
+        Run(parser.run_options(parser.parse([*flags, "--overwrite_output_dir"])[0]), kind="example").lock.release()
+        flags += ["--resume_from_checkpoint", "latest"]
+        if name == "results.json":  # the last file of a run; there is no checkpoint to continue
+            with pytest.raises(UserError, match=f"holds a finished model .{name}."):
+                Run(parser.run_options(parser.parse(flags)[0]), kind="example")
+            (tmp_path / "out" / "checkpoints" / "step-00000003").mkdir(parents=True)
+        Run(parser.run_options(parser.parse(flags)[0]), kind="example").lock.release()
     finally:
         for number, handler in handlers.items():  # a run takes signals for itself
             signal.signal(number, handler)

@@ -159,7 +159,7 @@ def recipe_fields(parser: ScriptParser, options, recipe: dict) -> dict:
             parser.error(f"--{named.pop()}: --init_from brings its own sizes and architecture")
         return {}
     fields = recipe.get("fields", {})
-    if options.size != recipe.get("size", parser.get_default("size")):
+    if "size" in parser.named or options.size != recipe.get("size", parser.get_default("size")):
         fields = {name: value for name, value in fields.items() if name not in SIZE_FIELDS}
     return fields
 

@@ -127,7 +127,7 @@ def network_fields(options, data, level: int) -> dict:
     }
 
 
-def train_level(options, run_options, level: int, is_last: bool) -> None:
+def train_level(options, run_options, level: int, is_last: bool) -> bool:
     run = Run(level_options(run_options, level), kind="nested")
     run.print(f"level {level} of {options.num_levels}")
 
@@ -199,14 +199,14 @@ def train_level(options, run_options, level: int, is_last: bool) -> None:
     # End.
     decay_warmup.finish(run.step)
     results = measure_level(run, evaluated, monitor, make_pipeline({level: evaluated, **above}), data, level)
-    closing_words = ""
+    closing_words = f"level {level} is trained"
     if is_last:
         others = [number for number in range(1, data.num_levels + 1) if number != level]
         networks = {level: evaluated, **load_finished_levels(options.output_dir, others)}
         closing_words = join_levels(run, options, networks, make_pipeline, data, results)
     run.finish(results, "network", card=False)
-    if is_last:
-        run.print(closing_words)
+    run.print(closing_words)
+    return not run.signal.received
 
 
 def trains_null_condition(options, network) -> bool:
@@ -230,7 +230,12 @@ def main():
         # The end of a run disconnects its processes.
         raise UserError("With several processes, train one level after the other, the highest first: give --level.")
     for level in levels:
-        train_level(options, run_options, level, is_last=level == levels[-1])
+        is_last = level == levels[-1]
+        finished = (level_options(run_options, level).output_dir / "results.json").exists()
+        if options.resume_from_checkpoint == "latest" and finished and not is_last:
+            print(f"level {level} is trained already")
+        elif not train_level(options, run_options, level, is_last):
+            break  # stopped while the level was evaluated
 
 
 if __name__ == "__main__":

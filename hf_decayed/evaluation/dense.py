@@ -177,7 +177,7 @@ def merge_encoders(*encoders: Encoder) -> Encoder:
 
 
 def check_memory(encode: Encoder, images: EvaluationDataset, number: int, accelerator: Accelerator) -> None:
-    """Encodes one image to estimate how much memory all of them will take; too much is an error."""
+    """Encodes one image to estimate how much memory all of them will take; too much is an error, of all processes."""
     batch = images.__getitems__([0])
     if "pixel_values" not in batch:  # the first image cannot be decoded
         return
@@ -185,7 +185,8 @@ def check_memory(encode: Encoder, images: EvaluationDataset, number: int, accele
         encoded = encode(batch["pixel_values"].to(accelerator.device), [0])
     needed = 4 * number * sum(value.numel() for value in encoded.values())
     available = psutil.virtual_memory().available
-    if needed > 0.7 * available:
+    too_much = torch.tensor(float(needed > 0.7 * available), device=accelerator.device)
+    if accelerator.reduce(too_much, "sum").item() > 0:
         raise UserError(
             f"Dense features of {number} images would take {needed / 2**30:.1f} GB of memory, and {available / 2**30:.1f} GB "
             "are free: use fewer --dense_images, or name fewer layers with --features."

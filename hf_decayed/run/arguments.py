@@ -309,7 +309,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, evaluation: str | None, *
         "--memory_limit_gb",
         type=non_negative_float,
         default=2.0,
-        help="keep decoded images in memory up to this limit, if they have one size",
+        help="keep decoded images in memory up to this limit, if they have one size; a resumed mae.py, finetune.py or "
+        "resnet.py must read them as before",
     )
     running.add_argument("--report_to", default="none", help="tensorboard, trackio, wandb")
     running.add_argument("--push_to_hub", metavar="REPOSITORY", help="repository to upload the result to")

@@ -43,7 +43,7 @@ def save_checkpoint(
         state (`dict`): JSON values.
         parts (`dict`): State dictionaries by name, the same on all processes; each becomes one file. The state of random
             number generators, which differs between processes, is added.
-        limit (`int`, *optional*): Checkpoints to keep.
+        limit (`int`, *optional*): Checkpoints to keep, this one in any case.
     """
     target, temporary = folder / f"step-{step:08d}", folder / f".writing-step-{step:08d}"
     error: Exception | None = None
@@ -73,11 +73,9 @@ def save_checkpoint(
             shutil.rmtree(target, ignore_errors=True)
             os.replace(temporary, target)
             sync_to_disk(folder)
-            steps = sorted(folder.glob("step-*"))
-            # Those of later steps are damaged, or of before the run was taken back to an earlier step.
-            later = [path for path in steps if path.name > target.name]
-            earlier = steps[: len(steps) - len(later)]
-            for old in later + earlier[: -limit if limit else 0]:
+            # Others may be of later steps: damaged, or of before the run was taken back to an earlier step.
+            others = sorted(path for path in folder.glob("step-*") if path != target)
+            for old in others[: max(0, len(others) + 1 - limit)] if limit else []:
                 shutil.rmtree(old, ignore_errors=True)
         except OSError as caught:
             error = caught

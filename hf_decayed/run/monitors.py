@@ -20,7 +20,7 @@ from ..data.keyed_random import sample_generator, sample_seed
 from ..data.shards import encode_dataset
 from ..data.sources import ImageSplits, take_subset
 from ..data.transforms import CenterCropProcessor
-from ..errors import UserError, format_error
+from ..errors import DataError, UserError, format_error
 from ..evaluation import effective_rank, frechet_distance, knn_accuracy, skip_ablation
 from ..evaluation.dense import DENSE_METRICS, DenseMetrics, evaluate_patches, merge_encoders
 from ..evaluation.features import Extraction, pipeline_network, transformer_encoder, with_pixels
@@ -147,8 +147,8 @@ class PatchMonitor:
                     model.vit, self.processor, self.splits, None, self.metrics, self.extraction, self.accelerator
                 )
         except (UserError, ValueError) as error:  # must not cost a long run its other results
-            if self.accelerator.num_processes > 1:  # others may have had no error, and wait for this process
-                raise
+            if isinstance(error, DataError) and self.accelerator.num_processes > 1:
+                raise  # an image of this process's share, for which the others wait
             self.accelerator.print(f"patches are not evaluated: {format_error(error)}")
             return {}
         rows = results["rows"]

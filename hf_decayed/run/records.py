@@ -20,8 +20,8 @@ class MetricsFile:
         self.pending = ""
         if writing:
             path.parent.mkdir(parents=True, exist_ok=True)
-            before = path if path.exists() else before
-            if step and before is not None and before.exists():
+            before = before or path
+            if step and before.exists():
                 self.lines = [record for record in read_metrics(before) if record["step"] <= step]
             replace_text(path, "".join(json.dumps(record) + "\n" for record in self.lines))
 

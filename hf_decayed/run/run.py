@@ -66,6 +66,7 @@ from .records import MetricsFile, replace_text
 from .signals import StopSignal, ignore_signals
 
 
+WRITTEN_LAST = ["results.json"]  # weights without it are of a run that was killed
 STREAM_WORKERS = 4  # unless --num_workers is given
 
 
@@ -113,8 +114,11 @@ class Run:
         if self.device.type == "cpu" and self.accelerator.mixed_precision == "bf16" and not has_instructions():
             self.print("this CPU has no instructions for bf16, which is slower than float32 then: leave it out")
         self.check_batch_size(options.batch_size)
-        if not options.overwrite_output_dir and not options.resume_from_checkpoint:
-            refuse_finished_model(options.output_dir)
+        if not options.overwrite_output_dir:
+            if not options.resume_from_checkpoint:
+                refuse_finished_model(options.output_dir)
+            elif not has_checkpoint(options.output_dir, options.resume_from_checkpoint):
+                refuse_finished_model(options.output_dir, WRITTEN_LAST)
         self.repository = create_repository(options.push_to_hub, self.accelerator)
         self.lock = lock_output_dir(options.output_dir) if self.is_main_process else None
 
@@ -271,25 +275,27 @@ class Run:
         folder, path = options.output_dir / "checkpoints", None
         if options.resume_from_checkpoint:
             path = find_checkpoint(options.resume_from_checkpoint, folder)
-            if not (path and path.resolve().is_relative_to(folder.resolve())) and not options.overwrite_output_dir:
-                refuse_finished_model(
-                    options.output_dir, ["results.json"]
-                )  # weights alone are of a run that was killed
             if path is None:
+                if not options.overwrite_output_dir:  # it has checkpoints, all of them damaged
+                    refuse_finished_model(options.output_dir, WRITTEN_LAST)
                 self.print(f"no checkpoint in {folder}: starting from the beginning")
-        elif self.is_main_process:
+        continued = path is not None and has_checkpoint(options.output_dir, str(path))
+        if self.is_main_process and not continued and (path or not options.resume_from_checkpoint):
             clear_output_dir(options.output_dir, options.overwrite_output_dir)
         self.accelerator.wait_for_everyone()
         if path is not None:
             state = read_checkpoint_state(path)
-            check_signature(path.name, state.get("signature", {}), self.signature)
+            saved = state.get("signature", {})
+            if saved.get("mixed_precision") is None:  # older versions recorded what was used, not what was asked for
+                saved["mixed_precision"] = state.get("precision")
+            check_signature(path.name, saved, self.signature)
             try:
                 self.load_checkpoint(path, state)
             except LOAD_ERRORS as error:  # its checksums match: it was written like this, perhaps by another version
                 reason = f"it has no {error}" if isinstance(error, KeyError) else format_error(error)
                 raise UserError(f"'{path.name}' does not fit this run: {reason[:300]}") from error
             self.print(f"resumed at step {self.step} from {path}")
-        before = path and path.parent.parent / "metrics.jsonl"
+        before = path.parent.parent / "metrics.jsonl" if path is not None and not continued else None
         self.log = MetricsFile(options.output_dir / "metrics.jsonl", self.step, self.is_main_process, before)
         self.accelerator.init_trackers(self.kind, config={name: str(value) for name, value in options.flags.items()})
         if self.is_main_process:
@@ -634,6 +640,14 @@ def is_thread_count(value) -> bool:
     return isinstance(value, int) and value > 0
 
 
+def has_checkpoint(output_dir: Path, requested: str) -> bool:
+    """Whether the requested checkpoint is one of this output folder; whether it is complete is another question."""
+    folder = output_dir / "checkpoints"
+    if requested == "latest":
+        return any(folder.glob("step-*"))
+    return Path(requested).resolve().is_relative_to(folder.resolve())
+
+
 def refuse_finished_model(folder: Path, signs=("results.json", "model_index.json", "model.safetensors")) -> None:
     """Refuses a folder with a finished model, which is replaced only if the user says so."""
     for name in signs:
@@ -660,9 +674,10 @@ def clear_output_dir(folder: Path, overwrite: bool = False) -> None:
 def check_signature(name: str, saved: dict, signature: dict) -> None:
     """Refuses the checkpoint of another run, and names the flags that differ."""
     # Older versions did not record what the launcher or the memory decided.
-    unknown = {flag for flag in ("mixed_precision", "decoded") if saved.get(flag) is None}
+    unknown = {flag for flag in ("mixed_precision", "decoded") if saved.get(flag) is None}  # to older versions
+    words = {"decoded": "--memory_limit_gb:"}
     changed = [
-        f"{flag} {saved.get(flag)} -> {value}"
+        f"{words.get(flag, flag)} {saved.get(flag)} -> {value}"
         for flag, value in signature.items()
         if saved.get(flag) != value and flag not in unknown
     ]

@@ -21,7 +21,7 @@ class StopSignal:
         if not self.deferring:
             raise KeyboardInterrupt(self.name)
         if self.finishing:  # not by `print`, which the signal may have interrupted
-            os.write(2, b"\ntraining is done; the results follow, or press again to stop at once\n")
+            os.write(2, b"\ntraining is done, and the results follow; a second signal stops at once\n")
 
 
 def ignore_signals(worker: int) -> None:
