@@ -19,7 +19,8 @@ from transformers import (
 
 from hf_decayed import LayerSpectralClustering, Segmenter, record_attention
 from hf_decayed.cli import main
-from hf_decayed.spectral.segmenter import sort_by_area
+from hf_decayed.errors import UserError
+from hf_decayed.spectral.segmenter import PALETTE, Segmentation, sort_by_area
 
 
 MODEL = Path(__file__).parents[1] / "model_cards" / "decayed-mae-fashion-mnist"
@@ -162,6 +163,17 @@ def test_a_segmentation_is_that_of_the_recorded_layers(graph, tmp_path):
     expected = clustering.fit_predict(layers, grid=record.layers[0].grid)
     np.testing.assert_array_equal(segmentation.labels, sort_by_area(expected.numpy()))
     assert segmentation.rgb.size == segmentation.mask.size == segmentation.overlay.size == segmentation.image.size
+
+
+def test_masks_hold_many_regions(tmp_path):
+    """Pillow drops the upper bits of values where the palette is short."""
+    labels = np.arange(256).reshape(16, 16)
+    segmentation = Segmentation(Image.new("RGB", (16, 16)), labels, torch.zeros(256, 4), {})
+    segmentation.mask.save(tmp_path / "mask.png")
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "mask.png")), labels)
+    assert len(set(PALETTE)) == 256
+    with pytest.raises(UserError, match="`n_clusters` must be at most 256, got 257"):
+        Segmenter(torch.nn.Identity(), None, n_clusters=257)
 
 
 def test_regions_are_numbered_by_area():

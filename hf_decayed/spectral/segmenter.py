@@ -28,6 +28,11 @@ RECORDED = {"qk": ("query", "key"), "vv": ("value",), "features": ("hidden_state
 # Well apart for readers with and without full colour vision (Okabe and Ito), then further ones.
 PALETTE = ((0, 114, 178), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (86, 180, 233))
 PALETTE += ((213, 94, 0), (120, 94, 240), (128, 128, 128), (20, 20, 20))
+MAX_REGIONS = 256  # values of a byte
+# All others, so that Pillow saves a byte per pixel: with a short palette it drops the upper bits. 101 has no factor in common with 256.
+PALETTE += tuple(
+    ((101 * number + 7) % 256, 53 * number % 256, 197 * number % 256) for number in range(10, MAX_REGIONS)
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Segmenter:
     def __init__(self, model: torch.nn.Module, processor, graph: str = "vv", layers=None, **settings):
         if graph not in GRAPHS:
             raise UserError(f"`graph` must be one of {', '.join(GRAPHS)}, got '{graph}'.")
+        if (settings.get("n_clusters") or 0) > MAX_REGIONS:
+            raise UserError(f"`n_clusters` must be at most {MAX_REGIONS}, got {settings['n_clusters']}.")
         self.model, self.processor, self.graph = model.eval(), processor, graph
         self.layers = -1 if layers is None and graph == "features" else layers
         self.clustering = LayerSpectralClustering(graph=graph, **settings)
