@@ -308,6 +308,17 @@ def test_the_image_processor_is_copied(tmp_path):
         assert AutoImageProcessor.from_pretrained(tmp_path / folder).image_mean == pytest.approx([0.5] * 3)
 
 
+def test_the_image_processor_of_grey_images_becomes_a_stock_one(tmp_path):
+    convert("decayed-mae", ROOT / "model_cards" / "plain-mae-fashion-mnist", tmp_path / "back")
+    processor = json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())
+    assert processor["image_processor_type"] == "ViTImageProcessor" and "auto_map" not in processor
+
+
+def test_a_missing_file_is_no_repository(tmp_path):
+    with pytest.raises(ConversionError, match="No checkpoint at 'checkpoints/mae_pretrain.pth'"):
+        convert("fb-mae", "checkpoints/mae_pretrain.pth", tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "classes", [(DecayedViTMAEModel, ViTMAEModel), (DecayedViTMAEForPreTraining, ViTMAEForPreTraining)]
 )

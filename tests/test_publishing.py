@@ -152,6 +152,12 @@ def test_the_owner_chooses_the_visibility(hub, tmp_path):
     assert hub.private == {"user/mine": False, "user/other": True}
 
 
+def test_staged_files_are_kept_outside_of_the_model(hub, tmp_path):
+    folder = write_run(tmp_path / "out")
+    with pytest.raises(PublishingError, match="staged' lies in the model's own folder: name one outside"):
+        publish(folder, "user/mine", dry_run=True, keep=folder / "staged")
+
+
 def test_an_unreachable_hub(hub, tmp_path):
     hub.shutdown()
     hub.server_close()
@@ -162,9 +168,13 @@ def test_an_unreachable_hub(hub, tmp_path):
 def test_an_uploaded_run_has_no_tracker_files(hub, tmp_path):
     folder = write_run(tmp_path / "out")
     (folder / ".lock-holder.json").write_text('{"host": "mine"}')
+    for name in ("arguments.json", ".lock-holder.json", "checkpoints/step-3/model.safetensors"):  # of a run beside it
+        (folder / "runs" / "hinge" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "runs" / "hinge" / name).write_text("{}")
     HfApi(endpoint=hub.url, token="hf_secret").create_repo("user/mine")
     upload_run("user/mine", folder)
     uploaded = {path.name for path in (tmp_path / "hub/user/mine").rglob("*") if path.is_file()}
+    assert not (tmp_path / "hub/user/mine/runs").exists()
     assert "model.safetensors" in uploaded and "arguments.json" not in uploaded
     assert not any(word in name for word in ("events", "optimizer", "lock") for name in uploaded)
 

@@ -1,6 +1,7 @@
 """Converts checkpoints of other code bases into folders of this package, exactly; `formats` reads them."""
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -12,9 +13,11 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..command_line import check_fields
 from ..errors import explain_loading_errors, format_error
+from ..kinds import read_json
 from .cards import read_licence
 from .formats import ConversionError, Format, format_fields, list_formats
 from .formats.vit_mae import to_vit_mae, weight_files
+from .stock import stock_processor
 
 
 __all__ = ["ConversionError", "convert", "to_vit_mae"]
@@ -49,7 +52,7 @@ def convert(
     origin = []
     if Path(name).exists():
         checkpoint = Path(name)
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", name):
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", name) and not names_a_file(name):
         checkpoint, origin = download(name, source, revision)
     else:
         raise ConversionError(f"No checkpoint at '{name}'.")
@@ -66,6 +69,11 @@ def convert(
     licence = source.licence or read_licence(checkpoint) or "unknown"
     save(model, output, model_card(source, checkpoint, type(model).__name__, licence, notes), checkpoint)
     return "\n".join([f"{type(model).__name__} written to {output}", f"Licence of the weights: {licence}.", *notes])
+
+
+def names_a_file(name: str) -> bool:
+    """Whether `folder/file.pth` is a path, although a repository could be called so."""
+    return name.count("/") == 1 and Path(name).suffix in (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
 
 
 def download(name: str, source: Format, revision: str | None) -> tuple[Path, list[str]]:
@@ -96,7 +104,8 @@ def save(model, output: Path, card: ModelCard, checkpoint: Path) -> None:
     try:
         model.save_pretrained(temporary)
         if processor.is_file():  # the weights were trained on pixels prepared by it
-            shutil.copy(processor, temporary)
+            prepared = stock_processor(read_json(processor))
+            (temporary / processor.name).write_text(json.dumps(prepared, indent=2) + "\n")
         card.save(temporary / "README.md")
         temporary.chmod(0o755)
         os.replace(temporary, output)

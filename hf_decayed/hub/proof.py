@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from ..errors import UserError, format_error
 from ..kinds import Kind, SavedClass, read_field, read_json, read_model_folder
 from ..provenance import model_fingerprint, pipeline_fingerprint, versions
 from .staging import PublishingError
+
+
+SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)  # in names of environment variables
 
 
 LOADING_SCRIPT = """
@@ -84,7 +88,7 @@ def source_outputs(source: Path, kind: Kind, saved_class: SavedClass) -> tuple[d
 def run_without_package(
     reference_output: Callable, script: str, staged: Path, folder: Path, arguments: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Outputs that a script saves in a process without this package, credentials and network.
+    """Outputs that a script saves in a process without this package, without the Hub, and without tokens and keys in variables.
 
     The script finds the function `reference_output` under its own name, and in `sys.argv` the staged folder, the file to
     write, and `arguments`.
@@ -92,7 +96,9 @@ def run_without_package(
     function = inspect.getsource(reference_output)
     script = f"{function}\nreference_output = {reference_output.__name__}\n{script}"
     output = folder / "outputs.safetensors"
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_TOKEN")}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not SECRET.search(name)
+    }
     environment |= {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(
         [sys.executable, "-c", script, str(staged), str(output), *arguments],

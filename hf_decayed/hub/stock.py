@@ -72,15 +72,20 @@ def write_stock_folder(source: Path, target: Path, folder: Path) -> float:
     path = source / "preprocessor_config.json"
     if not path.exists():
         raise PublishingError(f"'{path}' is missing, which says how images are prepared: save the model again.")
-    processor = read_json(path)
-    if processor.get("image_processor_type") == GreyImageProcessor.__name__:  # transformers' own needs grey images
-        processor = {**processor, "image_processor_type": "ViTImageProcessor"}
-        del processor["auto_map"]
-    (target / path.name).write_text(json.dumps(processor, indent=2) + "\n")
+    (target / path.name).write_text(json.dumps(stock_processor(read_json(path)), indent=2) + "\n")
     loader = stock_loader(read_json(target / "config.json"))
     outputs = run_without_package(stock_output, LOADING_SCRIPT, target, folder, [loader])
     # The eps of the norms is the only approximation, and rounding is that of a network with other weights.
     return compare_outputs({loader: stock_output(model)}, outputs, source, tolerance=1e-4)
+
+
+def stock_processor(processor: dict) -> dict:
+    """The JSON of an image processor as transformers has it: its own needs grey images where ours makes them grey."""
+    if processor.get("image_processor_type") != GreyImageProcessor.__name__:
+        return processor
+    processor = {**processor, "image_processor_type": "ViTImageProcessor"}
+    processor.pop("auto_map", None)
+    return processor
 
 
 def add_to_card(staged: Path, repo_id: str) -> None:

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from huggingface_hub import HfApi
 
 from ..errors import UserError
-from .staging import is_tracker
+from .staging import LOCAL_ONLY, is_tracker
 
 
 def create_repository(name: str | None, accelerator: Accelerator) -> str | None:
@@ -21,10 +21,10 @@ def create_repository(name: str | None, accelerator: Accelerator) -> str | None:
 
 def upload_run(repository: str, folder: Path, trackers: str = "trackers") -> None:
     """Uploads a run in one commit, without checkpoints and without what tells of this machine: flags, trackers, locks."""
-    ignored = ["checkpoints/*", "arguments.json", ".*", f"{trackers}/*"]
-    ignored += [
-        f"{path.name}/*" for path in sorted(Path(folder).iterdir()) if path.name != trackers and is_tracker(path)
-    ]
+    local = sorted(LOCAL_ONLY | {trackers} | {path.name for path in Path(folder).iterdir() if is_tracker(path)})
+    # At any depth: in these patterns a star stands for folders too.
+    ignored = [f"{place}{name}" for name in local for place in ("", "*/")]
+    ignored += [f"{pattern}/*" for pattern in ignored] + [".*", "*/.*"]
     try:
         HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=ignored)
     except Exception as error:
