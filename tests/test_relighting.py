@@ -1011,6 +1011,8 @@ def test_wrong_references_have_another_light():
 def test_dense_prior_is_frozen_and_normalised():
     with pytest.raises(UserError, match="--prior nowhere: "):
         DensePrior("nowhere", torch.device("cpu"))
+    with pytest.raises(UserError, match="must take images in colour, and has 1 channel"):
+        DensePrior(str(ROOT / "model_cards" / "plain-mae-fashion-mnist"), torch.device("cpu"))
     prior = DensePrior(str(ROOT / "model_cards" / "plain-mae-coloured"), torch.device("cpu"))
     features = prior(torch.rand(2, 3, 64, 64) * 2 - 1)
     assert features.shape == (2, prior.channels, 7, 7) and not features.requires_grad
@@ -1145,7 +1147,7 @@ def test_training_with_the_features_of_an_mae(tmp_path):
     assert pipeline.autoencoder.config.prior_channels == 96
     pipeline.prior = DensePrior(str(folder), torch.device("cpu"))
     assert pipeline(picture(40, 24), picture(seed=1)).images[0].size == (40, 24)
-    assert 'pipeline.prior = DensePrior("decayed-mae-coloured"' in (tmp_path / "README.md").read_text()
+    assert 'pipeline.prior = DensePrior("path/to/decayed-mae-coloured"' in (tmp_path / "README.md").read_text()
     assert main(["publish", str(tmp_path), "--repo_id", "user/relighting", "--dry_run"]) == 0
 
 

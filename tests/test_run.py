@@ -585,7 +585,9 @@ def test_a_finished_model_is_not_overwritten(name, tmp_path):
     finally:
         for number, handler in handlers.items():  # a run takes signals for itself
             signal.signal(number, handler)
+    (tmp_path / "out" / "stock").mkdir()  # a copy of the model that is replaced
     clear_output_dir(tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "stock").exists()
     assert not (tmp_path / "out" / "results.json").exists()
 
 

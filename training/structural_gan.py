@@ -375,6 +375,7 @@ def hinge_options(options, run_options):
         run_options,
         output_dir=run_options.output_dir / HINGE_FOLDER,
         signature={**run_options.signature, "objective": "hinge"},
+        resume_from_checkpoint="latest" if run_options.resume_from_checkpoint else None,  # a path is the other run's
         push_to_hub=None,
     )
     return options, run_options

@@ -22,7 +22,9 @@ def relighting_usage(folder: ModelFolder, name: str, results: dict) -> str:
     prior_import = prior = ""
     if results.get("prior"):  # the encoder whose features the network was trained with
         prior_import = "from hf_decayed.run.relighting import DensePrior\n"
-        prior = f'pipeline.prior = DensePrior("{results["prior"]}", pipeline.device)\n'
+        prior = (
+            f'pipeline.prior = DensePrior("path/to/{results["prior"]}", pipeline.device)  # the encoder of training\n'
+        )
     return (
         "from diffusers import DiffusionPipeline\n"
         f"{prior_import}"

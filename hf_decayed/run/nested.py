@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,7 @@ def save_chain(run: Run, folder: Path, pipeline, monitor: ChainMonitor, data: Ne
     Returns the closing line of the script.
     """
     if run.is_main_process:
+        shutil.rmtree(folder / "results", ignore_errors=True)  # evaluations of a chain that is replaced
         with run.writing("pipeline"):
             pipeline.save_pretrained(folder)
     measured = monitor.evaluate(pipeline)

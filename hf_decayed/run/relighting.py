@@ -20,6 +20,7 @@ from ..errors import UserError, format_error
 from ..evaluation.relighting import albedo_error, light_consistency, reference_leakage, relighting_errors
 from ..losses.coding_rate import coding_rate, uniform_coding_rate
 from ..losses.relighting import invariance_loss
+from ..models.configuration_decayed_vit_mae import as_pair
 from ..models.modeling_decayed_vit_mae import DecayedViTMAEBackbone
 from ..plots import save_patch_colours
 from .monitors import evaluation_mode
@@ -98,9 +99,14 @@ class DensePrior:
             processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise UserError(f"--prior {path}: {format_error(error)}") from error
+        config = self.backbone.config
+        if config.num_channels != 3:
+            raise UserError(
+                f"--prior {path}: it must take images in colour, and has {config.num_channels} channel(s)."
+            )
         self.name = Path(path).resolve().name
         self.channels: int = self.backbone.channels[-1]
-        self.size = (processor.size["height"], processor.size["width"])
+        self.size = as_pair(config.image_size)
         self.mean, self.std = (
             torch.tensor(values, device=device).view(3, 1, 1) for values in (processor.image_mean, processor.image_std)
         )

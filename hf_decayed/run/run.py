@@ -43,7 +43,7 @@ from ..command_line import count_cores, count_loader_workers, set_cpu_threads, t
 from ..data.datasets import EpochBatchSampler, identity_collate
 from ..data.keyed_random import batch_generator
 from ..errors import UserError, format_error, print_error
-from ..hub.cards import write_card
+from ..hub.cards import STOCK_FOLDER, write_card
 from ..hub.upload import create_repository, upload_run
 from ..plots import require_matplotlib, save_curves
 from ..precision import choose_precision, has_instructions
@@ -668,7 +668,8 @@ def clear_output_dir(folder: Path, overwrite: bool = False) -> None:
             )
         shutil.rmtree(folder / "checkpoints")
     (folder / "results.json").unlink(missing_ok=True)
-    shutil.rmtree(folder / "results", ignore_errors=True)  # evaluations of the model that is replaced
+    for name in ("results", STOCK_FOLDER):  # evaluations and a stock copy of the model that is replaced
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def check_signature(name: str, saved: dict, signature: dict) -> None:
