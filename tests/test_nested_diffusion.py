@@ -1068,6 +1068,24 @@ def test_report_of_chains_and_single_networks(tmp_path, monkeypatch, capsys):
     nested_report.main()
     assert len(judged) == 3
 
+    # Folders of one name stay apart, networks of other costs have rows of their own, and data may have no labels.
+    shutil.copytree(tmp_path / "single", tmp_path / "other" / "single")
+    monkeypatch.setattr(
+        sys, "argv", [*command[:4], str(tmp_path / "single"), str(tmp_path / "other" / "single"), *command[5:]]
+    )
+    nested_report.main()
+    results = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert list(results) == ["chain_0", "chain_1", "single", "single-4", "held_out_images"]
+    results["single-4"]["macs"] *= 2
+    results["chain_0"]["latent_knn_accuracy"] = results["chain_1"]["latent_knn_accuracy"] = None
+    distances, _ = nested_report.format_report({"results": results}).values()
+    assert distances.count("| one network |") == 2
+    (tmp_path / "other" / "single" / "results.json").unlink()
+    shutil.rmtree(tmp_path / "other" / "single" / "results", ignore_errors=True)
+    (tmp_path / "report.json").unlink()
+    with pytest.raises(UserError, match="has no results.json of its training"):
+        nested_report.main()
+
 
 def test_the_report_trains_what_is_missing_of_a_grid(tmp_path, monkeypatch):
     """Finished runs are judged, whether they were selected or not; others are trained if they were."""

@@ -21,7 +21,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from sweep import default_output_dir, expand, format_flags, read_grid, train
+import yaml
+from sweep import SCRIPTS, default_output_dir, expand, format_flags, read_grid, train
 from sweep_tables import markdown_table
 
 from hf_decayed.command_line import OneLineParser, non_negative_float, non_negative_int, positive_int
@@ -47,6 +48,7 @@ from hf_decayed.plots import save_grid
 from hf_decayed.provenance import pipeline_fingerprint, sanitized_command, versions
 from hf_decayed.run import script_main
 from hf_decayed.run.records import replace_text
+from hf_decayed.spectral.segment import model_names
 
 
 def parse_arguments(arguments=None):
@@ -89,10 +91,21 @@ def parse_arguments(arguments=None):
     options.output = options.output or Path("outputs") / f"{Path(options.grid or 'nested_report').stem}.json"
     options.runs = []
     if options.grid:
-        grid = read_grid(options.grid, parser)
-        options.runs = expand(grid, {})
-        options.dataset_name = options.dataset_name or grid.get("flags", {}).get("dataset_name")
+        if options.dataset_name or options.dataset_path:
+            parser.error("--grid trains on the data that it names: leave out --dataset_name and --dataset_path")
+        options.runs = expand(read_grid(options.grid, parser), {})
+        names = {dataset_of(run) for run in options.runs}
+        if len(names) > 1:
+            parser.error(f"the runs of --grid must have the same data, got {', '.join(map(str, names))}")
+        options.dataset_name = names.pop()
     return options
+
+
+def dataset_of(run: dict) -> str | None:
+    """The data set that a run of a grid names itself or by its recipe; `None` are the bundled images."""
+    recipe = SCRIPTS / "recipes" / run["script"] / f"{run['settings']['recipe']}.yaml"
+    named = yaml.safe_load(recipe.read_text()) if recipe.exists() else {}
+    return run["settings"].get("dataset_name", named.get("dataset_name"))
 
 
 def train_grid(options: argparse.Namespace) -> None:
@@ -176,7 +189,10 @@ def latent_knn_accuracy(latent_encoder, splits, number: int) -> float | None:
 
 def training_record(folder: str, is_chain: bool) -> dict:
     """Seed, steps and command of the training run; for a chain also its encoder."""
-    results = read_json(Path(folder) / "results.json")
+    path = Path(folder) / "results.json"
+    if not path.is_file():
+        raise UserError(f"'{folder}' has no results.json of its training, which the report reads.")
+    results = read_json(path)
     record = {name: results[name] for name in ("seed", "steps", "command")}
     return {**record, "encoder": results["latents"]["encoder"]} if is_chain else record
 
@@ -188,13 +204,13 @@ def format_report(report: dict) -> dict[str, str]:
     """
     groups = defaultdict(list)
     for record in report["results"].values():
-        groups[setting_name(record)].append(record)
+        groups[setting_name(record), record.get("macs")].append(record)
     first = next(iter(report["results"].values()))
     metrics = [name for name in first if f"{name}_spread" in first]
     columns = ["", "million MACs of a step", *(name.replace("_", " ") for name in metrics)]
     rows = []
-    for name, records in groups.items():
-        macs = f"{records[0]['macs'] / 1e6:.2f}" if "macs" in records[0] else ""
+    for (name, number), records in groups.items():
+        macs = "" if number is None else f"{number / 1e6:.2f}"
         cells = [[f"{record[key]:.3g} \u00b1 {record[f'{key}_spread']:.2g}" for record in records] for key in metrics]
         rows.append([name, macs, *map(", ".join, cells)])
     tables = {"distances": "\n".join(markdown_table(columns, rows))}
@@ -208,11 +224,15 @@ def format_report(report: dict) -> dict[str, str]:
         "between": "between_distance",
     }
     rows = [
-        [name, *(", ".join(f"{record[key]:.3g}" for record in records) for key in columns.values())]
-        for name, records in groups.items()
+        [name, *(", ".join(format_number(record[key]) for record in records) for key in columns.values())]
+        for (name, _), records in groups.items()
         if "sigmas" in records[0]
     ]
     return {**tables, "latents": "\n".join(markdown_table(["", *columns], rows))}
+
+
+def format_number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"  # no kNN accuracy without labels
 
 
 def setting_name(record: dict) -> str:
@@ -253,7 +273,13 @@ def main():
     }
     if options.grid:
         train_grid(options)
-    finished, results, accuracies = read_finished(options.output, header), {}, {}
+    folders = [*options.chains, *options.single]
+    if not folders:
+        raise UserError("No run of the grid is finished, and --only selects none: there is nothing to judge.")
+    names = model_names(folders)
+    finished, accuracies = read_finished(options.output, header), {}
+    results = {name: finished[name] for name in names.values() if name in finished}  # models that are done stay
+    drawn = False
 
     def score(images: torch.Tensor, real: torch.Tensor) -> dict:
         scores = {}
@@ -262,8 +288,8 @@ def main():
             scores |= sample_scores(*features, ["frechet", "kid"], name)
         return scores
 
-    for folder in (*options.chains, *options.single):
-        name, pipeline = Path(folder).name, load_pipeline(folder)
+    for folder in folders:
+        name, pipeline = names[folder], load_pipeline(folder)
         pipeline.set_progress_bar_config(disable=True)
         is_chain = folder in options.chains
         if is_chain != hasattr(pipeline, "networks"):
@@ -279,17 +305,18 @@ def main():
             torch.cat(list(image_batches(splits, size, channels, options.num, split)))
             for split in ("train", "held_out")
         )
-        if options.picture and is_chain and not results:
+        if options.picture and is_chain and not drawn:
+            drawn = True
             draw_variations(pipeline, held_out, options.picture, options.seed, options.sample_steps)
         fingerprint = pipeline_fingerprint(pipeline)
-        if finished.get(name, {}).get("fingerprint") == fingerprint:
-            results[name] = finished[name]
+        if results.get(name, {}).get("fingerprint") == fingerprint:
             continue
+        origin = training_record(folder, is_chain)
         key = "guidance_weights" if is_chain else "guidance_scale"
         guided = is_chain or config.num_classes > 0
         guidance = {key: options.guidance_scale} if guided else {}
         samples = draw_samples(pipeline, options.num, options.seed, guidance, options.sample_steps)
-        record = {"fingerprint": fingerprint, **training_record(folder, is_chain)}
+        record = {"fingerprint": fingerprint, **origin}
         record |= score(samples, real)
         if is_chain:
             record["sigmas"] = list(pipeline.level_1.config.condition_sigmas)
@@ -303,6 +330,7 @@ def main():
         results[name] = record
         write_report(options.output, results, header)
         print(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in record.items() if isinstance(v, float)), flush=True)
+    results = {name: results[name] for name in names.values()}  # in the order of the command
     results["held_out_images"] = score(held_out, real)
     report = write_report(options.output, results, header)
     print("\n\n".join(["", *format_report(report).values(), f"written: {options.output}"]))
