@@ -528,8 +528,16 @@ class Run:
         self.bar.close()
         how = "continue" if saved else "its checkpoint could not be written; continue from an earlier one"
         self.print(f"stopped by {self.signal.name} at step {self.step}; {how} with --resume_from_checkpoint latest")
-        self.accelerator.end_training()
+        self.disconnect()
         sys.exit(0)
+
+    def disconnect(self) -> None:
+        """Ends trackers and the connection to the other processes."""
+        self.accelerator.end_training()
+        if self.num_processes > 1:
+            # Gloo's thread needs the interpreter to release what it gathered last. When the networks go, Python waits for that
+            # thread without letting it, which is a deadlock if it is not done by then.
+            time.sleep(0.2)
 
     # After the loop.
 
@@ -598,7 +606,7 @@ class Run:
                 print(f"{files}, results.json: {folder}")
             if self.repository and not self.unwritten:
                 upload_run(self.repository, folder)
-        self.accelerator.end_training()
+        self.disconnect()
         if self.lock is not None:
             self.lock.release()
         if self.unwritten:
