@@ -279,16 +279,17 @@ class Run:
                 if not options.overwrite_output_dir:  # it has checkpoints, all of them damaged
                     refuse_finished_model(options.output_dir, WRITTEN_LAST)
                 self.print(f"no checkpoint in {folder}: starting from the beginning")
-        continued = path is not None and has_checkpoint(options.output_dir, str(path))
-        if self.is_main_process and not continued and (path or not options.resume_from_checkpoint):
-            clear_output_dir(options.output_dir, options.overwrite_output_dir)
-        self.accelerator.wait_for_everyone()
-        if path is not None:
+        if path is not None:  # before anything is cleared
             state = read_checkpoint_state(path)
             saved = state.get("signature", {})
             if saved.get("mixed_precision") is None:  # older versions recorded what was used, not what was asked for
                 saved["mixed_precision"] = state.get("precision")
             check_signature(path.name, saved, self.signature)
+        continued = path is not None and has_checkpoint(options.output_dir, str(path))
+        if self.is_main_process and not continued and (path or not options.resume_from_checkpoint):
+            clear_output_dir(options.output_dir, options.overwrite_output_dir)
+        self.accelerator.wait_for_everyone()
+        if path is not None:
             try:
                 self.load_checkpoint(path, state)
             except LOAD_ERRORS as error:  # its checksums match: it was written like this, perhaps by another version
