@@ -289,7 +289,10 @@ def test_small_scale_table_is_the_one_in_the_results(page, grid):
 
 @pytest.mark.parametrize(
     "page, grids",
-    [("small_scale", {"coloured", "coloured_long"}), ("small_diffusion", {"coloured_sit", "coloured_uvit"})],
+    [
+        ("small_scale", {"coloured", "coloured_long", "coloured_tiny"}),
+        ("small_diffusion", {"coloured_sit", "coloured_uvit"}),
+    ],
 )
 def test_tables_of_effects_are_those_of_the_results(page, grids):
     text, folder = (ROOT / f"docs/{page}.md").read_text(), ROOT / "model_cards/results" / page
