@@ -290,7 +290,7 @@ def test_small_scale_table_is_the_one_in_the_results(page, grid):
 @pytest.mark.parametrize(
     "page, grids",
     [
-        ("small_scale", {"coloured", "coloured_long", "coloured_tiny"}),
+        ("small_scale", {"coloured", "coloured_long", "coloured_longer", "coloured_tiny"}),
         ("small_diffusion", {"coloured_sit", "coloured_uvit"}),
     ],
 )
