@@ -167,6 +167,16 @@ def count_loader_workers(accelerator) -> int:
     return min(16, max(0, count_cores() // accelerator.num_processes - busy))
 
 
+def model_names(models: list[str]) -> dict[str, str]:
+    """A short name for every model, that of its folder; a name that two models share gets a number."""
+    names: dict[str, str] = {}
+    for model in models:
+        name = Path(model).name
+        taken = set(names.values())
+        names[model] = name if name not in taken else f"{name}-{len(names) + 1}"
+    return names
+
+
 def count_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -23,6 +23,7 @@ from hf_decayed import DecayedViTMAEConfig, DecayedViTMAEForPreTraining
 from hf_decayed.command_line import (
     boolean,
     fraction,
+    model_names,
     non_negative_float,
     positive_int,
     shortcut_decay,
@@ -314,7 +315,7 @@ def shipped_checkpoints(options, recipe: dict) -> list[str]:
 def load_compared_models(sources: list[str], config) -> dict[str, DecayedViTMAEForPreTraining]:
     """The models of --compare by folder name; they must take images of this run's size and channels."""
     models = {}
-    for source in sources:
+    for source, name in model_names(sources).items():
         with explain_loading_errors(source):
             model = DecayedViTMAEForPreTraining.from_pretrained(source)
         for field in ("image_size", "num_channels"):
@@ -322,8 +323,7 @@ def load_compared_models(sources: list[str], config) -> dict[str, DecayedViTMAEF
                 raise UserError(
                     f"--compare: '{source}' has {field} {getattr(model.config, field)}, this run {getattr(config, field)}."
                 )
-        name = Path(source).name
-        models[name if name not in models else source] = model
+        models[name] = model
     return models
 
 

@@ -25,7 +25,7 @@ import yaml
 from sweep import SCRIPTS, default_output_dir, expand, format_flags, read_grid, train
 from sweep_tables import markdown_table
 
-from hf_decayed.command_line import OneLineParser, non_negative_float, non_negative_int, positive_int
+from hf_decayed.command_line import OneLineParser, model_names, non_negative_float, non_negative_int, positive_int
 from hf_decayed.data.arguments import add_data_arguments, data_arguments
 from hf_decayed.data.nested_latents import hierarchy_images, image_batches
 from hf_decayed.data.sources import load_image_splits
@@ -48,7 +48,6 @@ from hf_decayed.plots import save_grid
 from hf_decayed.provenance import pipeline_fingerprint, sanitized_command, versions
 from hf_decayed.run import script_main
 from hf_decayed.run.records import replace_text
-from hf_decayed.spectral.segment import model_names
 
 
 def parse_arguments(arguments=None):
@@ -279,7 +278,6 @@ def main():
     names = model_names(folders)
     finished, accuracies = read_finished(options.output, header), {}
     results = {name: finished[name] for name in names.values() if name in finished}  # models that are done stay
-    drawn = False
 
     def score(images: torch.Tensor, real: torch.Tensor) -> dict:
         scores = {}
@@ -305,8 +303,7 @@ def main():
             torch.cat(list(image_batches(splits, size, channels, options.num, split)))
             for split in ("train", "held_out")
         )
-        if options.picture and is_chain and not drawn:
-            drawn = True
+        if options.picture and folder in options.chains[:1]:
             draw_variations(pipeline, held_out, options.picture, options.seed, options.sample_steps)
         fingerprint = pipeline_fingerprint(pipeline)
         if results.get(name, {}).get("fingerprint") == fingerprint:

@@ -77,6 +77,11 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     return image.size if orientation(image) >= 5 else image.size[::-1]
 
 
+def is_grey(image: Image.Image) -> bool:
+    """Whether an opened image has one channel, of any depth, besides transparency."""
+    return image.mode in ("1", "L", "LA", "La") or image.mode.startswith(("I", "F"))
+
+
 def orientation(image: Image.Image) -> int:
     """EXIF orientation of the image, 1 to 8; 1 is upright."""
     return image.getexif().get(ExifTags.Base.Orientation, 1)

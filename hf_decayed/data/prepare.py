@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from ..command_line import count_cores
 from ..errors import DataError, UserError
 from ..provenance import sanitized_command, versions
-from .decoding import decode_image, decode_reduced, read_content, upright_size
+from .decoding import decode_image, decode_reduced, is_grey, read_content, upright_size
 from .shards import whole_file
 from .sources import HELD_OUT_RULE, load_all_splits, rows_fingerprint, split_validation
 
@@ -185,10 +185,9 @@ def shrink_image(image: Image.Image, record: dict, size: int, quality: int | Non
         return content
     scale = min(1.0, size / min(height, width))
     new_height, new_width = max(1, round(scale * height)), max(1, round(scale * width))
-    is_grey = image.mode in ("1", "L", "LA", "La") or image.mode.startswith(("I", "F"))
     # Decoded at twice the new size or more: every epoch sees the result, so quality is worth the time.
     box = (0, 0, height, width)
-    image, box, _ = decode_reduced(image, 1 if is_grey else 3, box, (2 * new_height, 2 * new_width))
+    image, box, _ = decode_reduced(image, 1 if is_grey(image) else 3, box, (2 * new_height, 2 * new_width))
     if (image.width, image.height) != (new_width, new_height):
         top, left, height, width = box
         sides = (left, top, left + width, top + height)

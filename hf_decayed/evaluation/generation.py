@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModel
 
 from ..data.datasets import EvaluationDataset
+from ..data.decoding import is_grey
 from ..data.shards import Encoder
 from ..data.sources import ImageSplits
 from ..data.transforms import CenterCropProcessor
@@ -252,8 +253,7 @@ class SampledImages(torch.utils.data.Dataset):
         image = self.images[index]
         if isinstance(image, Path):
             with Image.open(image) as opened:
-                is_grey = opened.mode in ("1", "L", "LA") or opened.mode.startswith(("I", "F"))
-                image = to_pixels(opened, 1 if is_grey else 3)
+                image = to_pixels(opened, 1 if is_grey(opened) else 3)
         return image if image.ndim == 3 else image[..., None]
 
     def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:

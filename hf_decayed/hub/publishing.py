@@ -68,9 +68,8 @@ def publish(
     check_name(repo_id)
     if keep and Path(keep).exists():
         raise PublishingError(f"'{keep}' exists already: name a new folder for the staged files.")
-    if keep and Path(keep).resolve().is_relative_to(
-        source.resolve()
-    ):  # the next publication would have all files twice
+    if keep and Path(keep).resolve().is_relative_to(source.resolve()):
+        # The next publication would have all files twice.
         raise PublishingError(f"'{keep}' lies in the model's own folder: name one outside for the staged files.")
     with tempfile.TemporaryDirectory() as folder:
         staged = Path(folder) / "repository"

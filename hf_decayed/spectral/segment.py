@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 from tqdm.auto import tqdm
 
+from ..command_line import model_names
 from ..data.decoding import decode_image
 from ..errors import DataError, UserError
 from ..provenance import model_fingerprint, versions
@@ -103,16 +104,6 @@ def list_images(path: Path) -> dict[Path, str]:
     if len(set(stems.values())) < len(stems):  # a.png beside a.jpg
         stems = {file: str(file.relative_to(path)) for file in files}
     return stems
-
-
-def model_names(models: list[str]) -> dict[str, str]:
-    """A folder name for every model; a name that two models share gets a number."""
-    names: dict[str, str] = {}
-    for model in models:
-        name = Path(model).name
-        taken = set(names.values())
-        names[model] = name if name not in taken else f"{name}-{len(names) + 1}"
-    return names
 
 
 def load_image(file: Path, number: int) -> Image.Image:
